@@ -67,11 +67,11 @@ SEVERAL = SIMPLE | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     [
         ({}, 1, None),
         (SIMPLE, 1, None),
-        (SEVERAL, 1, "num_processes) and started one, so this run has 1 rank"),
+        (SEVERAL, 1, "num_processes) but started one, so this run has 1 rank"),
         (SEVERAL, 2, None),  # backend.ranks=2: this run starts the other
         (TORCHRUN, 2, None),
         ({"OMPI_COMM_WORLD_SIZE": "4"}, 1, "started 4 processes (OMPI_COMM_WORLD_SIZE)"),
-        ({"SLURM_STEP_NUM_TASKS": "2"}, 8, "a run of its own, and this run has 8 ranks"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, 8, "a separate run, and this run has 8 ranks"),
         (TORCHRUN | {"SLURM_STEP_NUM_TASKS": "1"}, 2, None),  # srun starts a torchrun on each machine
         ({"SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "1"}, 1, None),
     ],

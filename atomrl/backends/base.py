@@ -102,7 +102,7 @@ def sources(names: Iterable[str], roles: Collection[RoleName]) -> dict[RoleName,
     for name, (role, output) in SOURCES.items():
         if name in names:
             if role not in roles:
-                raise ValueError(f"{name} are needed, but the back end was made without a {role}: {', '.join(roles)}")
+                raise ValueError(f"{name} are needed, but the back end was built without a {role}: {', '.join(roles)}")
             outputs.setdefault(role, {})[name] = output
     return outputs
 
@@ -175,8 +175,8 @@ def check_forward_mode(policy: Role, device: torch.device) -> None:
     except (NotImplementedError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(
-            "algorithm.update: a trust region differentiates the policy forward, which this model cannot "
-            f"({reason}); take another model, or update: optimizer"
+            "algorithm.update: a trust region needs forward-mode differentiation, which this model does not support "
+            f"({reason}); use another model, or update: optimizer"
         ) from None
 
 
@@ -192,7 +192,7 @@ def check_shards(folder: Path) -> None:
     """Raise ConfigError if a checkpoint was not written by several ranks."""
     if not (folder / STATE_FOLDER / SHARDS).is_dir():
         raise ConfigError(
-            f"{folder} holds no {STATE_FOLDER}/{SHARDS}: it is no checkpoint of several ranks; go on without the "
+            f"{folder} has no {STATE_FOLDER}/{SHARDS}: it is not a checkpoint of several ranks; resume without the "
             "section backend, or start a new run from its model"
         )
 
@@ -213,7 +213,7 @@ def load_role(
     common: dict[str, Any] = {"dtype": dtype or config.dtype, "device": device, "trainable": trained}
     common["trust_remote_code"] = config.trust_remote_code
     if name == "reward_model" and config.lora is not None:
-        raise ConfigError("model.lora: reward models are trained whole; leave it out")
+        raise ConfigError("model.lora: reward models are trained without adapters; leave it out")
     if name in ("critic", "reward_model"):
         model: Any = load_scalar(path, **common)
         if name == "reward_model":
@@ -226,13 +226,13 @@ def load_role(
     model.pack_rows = config.pack_rows
     if config.pack_rows and isinstance(model, HFModel) and not model.streams:
         raise ConfigError(
-            f"model.pack_rows=true: {path} ({model.config.model_type}) takes padded rows alone; leave it out"
+            f"model.pack_rows=true: {path} ({model.config.model_type}) supports only padded rows; leave it out"
         )
     if trained and config.checkpoints_layers:
         enable_checkpointing(model)
     if trained and config.compile:
         if isinstance(model, HFModel | HFScalar):
-            log.warning("model.compile has no effect on models that are trained through transformers")
+            log.warning("model.compile has no effect on models that are trained with transformers")
         else:
             model.compile_layers()
     return cast(torch.nn.Module, model.train(trained))
@@ -311,13 +311,13 @@ class OutOfMemory(ConfigError):
 
     Example:
         >>> str(OutOfMemory(28, "CUDA", 14))
-        'out of memory with 28 padded tokens in a micro-batch (CUDA); go on with train.tokens_per_micro_batch=14'
+        'out of memory with 28 padded tokens in a micro-batch (CUDA); use train.tokens_per_micro_batch=14'
     """
 
     def __init__(self, size: int, reason: str, tokens: int | None) -> None:
         self.tokens = tokens
         setting = "model.gradient_checkpointing=true" if tokens is None else f"train.tokens_per_micro_batch={tokens}"
-        super().__init__(f"out of memory with {size} padded tokens in a micro-batch ({reason}); go on with {setting}")
+        super().__init__(f"out of memory with {size} padded tokens in a micro-batch ({reason}); use {setting}")
 
 
 def check_launcher(world: int) -> None:
@@ -326,7 +326,7 @@ def check_launcher(world: int) -> None:
     if world == 1 and started is not None:
         raise ConfigError(
             f"this back end is a single process, and a launcher started {started.world} of it "
-            f"(WORLD_SIZE={started.world}), each of which would train a model of its own: give the section backend "
+            f"(WORLD_SIZE={started.world}), each of which would train its own model: set the section backend "
             "(`backend.type=fsdp`), or start it without torchrun or accelerate"
         )
 
@@ -463,7 +463,9 @@ class BaseBackend(ABC):
         check_launcher(self.collective.world)
         on_cpu = self.device.type == "cpu"
         if model.pack_rows and not on_cpu and compute_dtype(model.dtype, self.device) == torch.float32:
-            raise ConfigError("model.pack_rows=true needs model.dtype=bfloat16 on a GPU: its attention has no float32")
+            raise ConfigError(
+                "model.pack_rows=true needs model.dtype=bfloat16 on a GPU: its attention does not support float32"
+            )
         torch.manual_seed(seed)
         self.train, self.tokenizer, self.temperature = train, tokenizer, temperature or 1.0
         self.updates = 0
@@ -651,7 +653,7 @@ class BaseBackend(ABC):
         assert algorithm.update is not None
         if self.collective.world > 1 or not self.has_full_weights:
             raise ConfigError(
-                f"algorithm.update: that of {algorithm.name} needs whole weights in one process, not in several ranks"
+                f"algorithm.update: that of {algorithm.name} needs all weights in one process, not sharded over ranks"
             )
         update, parts = algorithm.update, []
         actor = self.trained["policy"]
@@ -735,8 +737,8 @@ class BaseBackend(ABC):
             if no_grad_tokens is not None and no_grad_tokens > self.tokens_per_micro_batch:
                 self.tokens_without_gradient = max(self.tokens_per_micro_batch, no_grad_tokens // 2)
                 log.warning(
-                    "out of memory in a pass without gradient (%s): from here on with at most %d padded tokens in a "
-                    "micro-batch", reason or "on another rank", self.tokens_without_gradient,
+                    "out of memory in a pass without gradient (%s): using at most %d padded tokens in a "
+                    "micro-batch from now on", reason or "on another rank", self.tokens_without_gradient,
                 )  # fmt: skip
                 continue
             smaller = self._too_large(rows.lengths, split, group_ids, reason or "on another rank")
@@ -747,7 +749,7 @@ class BaseBackend(ABC):
             else:
                 self.tokens_per_micro_batch = smaller.tokens
             self._out_of_memory += 1
-            log.warning("%s, which sets it from the start", smaller)
+            log.warning("%s; this run continues with that", smaller)
 
     def _too_large(self, lengths: Tensor, split: list[Tensor], group_ids: Tensor | None, reason: str) -> OutOfMemory:
         """Return the error with the setting to retry with.
@@ -766,7 +768,7 @@ class BaseBackend(ABC):
             raise ConfigError(
                 f"out of memory: {unit} of {size} padded tokens does not fit ({reason}). Set "
                 "model.gradient_checkpointing=true or model.lora={rank: 16}; or lower train.max_row_tokens, "
-                "rollout.max_completion_tokens or data.max_prompt_tokens; or take a smaller model"
+                "rollout.max_completion_tokens or data.max_prompt_tokens; or use a smaller model"
             )
         return OutOfMemory(size, reason, None if single else size // 2)
 
@@ -832,7 +834,7 @@ class LocalBackend(BaseBackend):
             self.updates = load_shards(self.trained, self.collective, folder)
             return
         if not (state / "trainer.json").is_file():
-            raise ConfigError(f"{folder} holds no {STATE_FOLDER}/trainer.json: it is no checkpoint of this back end")
+            raise ConfigError(f"{folder} has no {STATE_FOLDER}/trainer.json: it is not a checkpoint of this back end")
         trainer = json.loads((state / "trainer.json").read_text(encoding="utf-8"))
         skipped = trainer["skipped_in_a_row"]
         if (separate := state / "critic_trainer.json").is_file():

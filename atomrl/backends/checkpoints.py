@@ -297,7 +297,7 @@ def read_counts(trained: Mapping[RoleName, Optimizer], folder: Path) -> dict[str
     """
     state = folder / STATE_FOLDER
     if any(optimizer.train.optimizer != "adamw" for optimizer in trained.values()):
-        raise ConfigError(f"train.optimizer: checkpoint {folder} of several ranks has the moments of adamw; take that")
+        raise ConfigError(f"train.optimizer: checkpoint {folder} of several ranks has the moments of adamw; use adamw")
     check_shards(folder)
     saved: dict[str, Any] = json.loads((state / COUNTS).read_text(encoding="utf-8"))
     if saved["skipped_in_a_row"].keys() != trained.keys():

@@ -100,18 +100,18 @@ class FSDPBackend(BackgroundCheckpoints):
         if settings.sequence > 1:
             kind = device.partition(":")[0]
             if not packs_rows(model.pack_rows, kind, compute_dtype(model.dtype, kind)):
-                raise ConfigError(
-                    f"backend.sequence={settings.sequence} cuts rows that lie end to end: set model.pack_rows"
-                )
+                raise ConfigError(f"backend.sequence={settings.sequence} needs packed rows: set model.pack_rows=true")
             for path, shape in shapes.items():
                 check_heads(shape, settings.sequence, path)
         if settings.tensor > 1:
             if model.quantization is not None:
-                raise ConfigError("backend.tensor: a quantised base is not cut; leave it out, or model.quantization")
+                raise ConfigError(
+                    "backend.tensor: a quantised base model cannot be sharded; remove it or model.quantization"
+                )
             for path, shape in shapes.items():
                 check_tensor(shape, settings.tensor, path)
         if settings.cpu_offload and device == "cpu":
-            raise ConfigError("backend.cpu_offload: on a CPU all is in its memory already; leave it out")
+            raise ConfigError("backend.cpu_offload: has no effect on a CPU; leave it out")
 
     @staticmethod
     def memory(settings: FSDPConfig, parts: Mapping[str, int], sizes: Sizes, ranks: int) -> dict[str, int]:
@@ -164,8 +164,8 @@ class FSDPBackend(BackgroundCheckpoints):
         shape = model.config
         if not model.shares_prompts:
             raise ConfigError(
-                f"backend.sequence={self.ranks_per_row}: {path} ({shape.model_type}) would take padded rows; on a GPU "
-                "it takes model.dtype=bfloat16; leave out model.pack_rows=false"
+                f"backend.sequence={self.ranks_per_row}: {path} ({shape.model_type}) would use padded rows; on a GPU "
+                "set model.dtype=bfloat16; remove model.pack_rows=false"
             )
         check_heads(shape, self.ranks_per_row, path)
         model.sharing = self.sharing
@@ -342,12 +342,12 @@ def check_tensor(config: Any, ranks: int, path: object) -> dict[str, str]:
     full_plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     plan = {name.removeprefix(LAYERS): style for name, style in full_plan.items() if name.startswith(LAYERS)}
     other = {name: style for name, style in plan.items() if style not in (*STYLES, PER_HEAD)}
-    why = f"cuts {min(other)} as {other[min(other)]}" if other else "has no plan for it"
+    why = f"shards {min(other)} as {other[min(other)]}" if other else "has no plan for it"
     if plan and not other:
         why = next((why for layer in _layers_of(config) if (why := _unplanned(layer, plan))), "")
     if why:
         raise ConfigError(
-            f"backend.tensor: {path} ({config.model_type}) cannot be cut: transformers {why}; leave it out"
+            f"backend.tensor: {path} ({config.model_type}) cannot be sharded: transformers {why}; leave it out"
         )
     heads = config.num_attention_heads
     widths = {
@@ -374,11 +374,11 @@ def _layers_of(config: Any) -> nn.ModuleList:
 def _unplanned(layer: nn.Module, plan: Mapping[str, str]) -> str:
     """Return how plan and layer disagree; empty if they agree."""
     if missing := plan.keys() - dict(layer.named_modules()).keys():
-        return f"names {min(missing)}, which a layer lacks"
+        return f"names {min(missing)}, which a layer does not have"
     blocks = {name.partition(".")[0] for name in plan}
     weights = (name for name, _ in layer.named_parameters() if name.partition(".")[0] in blocks)
     left = [name for name in weights if name.rpartition(".")[0] not in plan]
-    return f"does not say what becomes of {left[0]}" if left else ""
+    return f"does not say how to shard {left[0]}" if left else ""
 
 
 def shard_layers(model: Any, mesh: DeviceMesh, path: object) -> list[nn.Module]:

@@ -30,7 +30,7 @@ BEAT_S, STOPPED_S = 0.5, 5.0
 
 
 class RankFailed(RuntimeError):
-    """A rank died, hangs, or raised an error that the others did not; the group cannot go on."""
+    """A rank died, hangs, or raised an error that the others did not; the group cannot continue."""
 
 
 class RankLost(RankFailed):
@@ -248,9 +248,9 @@ class Ranks(Collective):
                 if silent := [rank for rank in absent if beats[rank] == first_beats[rank]]:
                     return self._lost(silent, "does not respond")
                 if len(absent) == 1 or (absent and waited_s > self.timeout_s + STOPPED_S):
-                    return self._lost(absent, "has not reached the others")
+                    return self._lost(absent, "has not joined the others")
                 if len(exited) == self.world - 1:
-                    return self._lost([self.rank], "arrived after the others had left")
+                    return self._lost([self.rank], "joined after the others had exited")
                 if not absent:
                     return RankFailed(default.partition("\n")[0])
             time.sleep(0.05)

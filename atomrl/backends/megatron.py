@@ -179,7 +179,9 @@ class MegatronBackend(BackgroundCheckpoints):
         if shape.model_type != MIXTURE:
             return load_role(name, path, config, torch.device("cpu"), dtype)
         if name in ("critic", "reward_model"):
-            raise ConfigError(f"backend.type=megatron: a {name.replace('_', ' ')} with experts, {path}; take fsdp")
+            raise ConfigError(
+                f"backend.type=megatron: a {name.replace('_', ' ')} with experts ({path}) is not supported; use fsdp"
+            )
         return HFModel(load_transformers(path, dtype, config.trust_remote_code))
 
     def make_optimizer(self, name: RoleName, model: nn.Module, rate: float, total_updates: int) -> MegatronOptimizer:

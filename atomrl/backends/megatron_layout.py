@@ -65,7 +65,7 @@ def check_shape(config: Any, settings: MegatronConfig, path: str) -> None:
     """
     if (reason := unsupported(dense(config))) is not None:
         raise ConfigError(
-            f"backend.type=megatron has no mapping of weights for {path}: {reason}; take backend.type=fsdp"
+            f"backend.type=megatron has no mapping of weights for {path}: {reason}; use backend.type=fsdp"
         )
     (spec, experts), tensor, pipeline = read_shape(config), settings.tensor, settings.pipeline
     divided = {"heads": spec.heads, "key heads": spec.kv_heads}
@@ -77,9 +77,9 @@ def check_shape(config: Any, settings: MegatronConfig, path: str) -> None:
     if spec.layers % pipeline:
         raise ConfigError(f"backend.pipeline={pipeline} does not divide the {spec.layers} layers of {path}")
     if rope_frequencies(dense(config))[1] != 1.0:
-        raise ConfigError(f"backend.type=megatron: {path} scales its rotary positions (yarn); take backend.type=fsdp")
+        raise ConfigError(f"backend.type=megatron: {path} scales its rotary positions (yarn); use backend.type=fsdp")
     if spec.output_bias or spec.mlp_bias:
-        raise ConfigError(f"backend.type=megatron: {path} has biases of outputs or MLPs; take backend.type=fsdp")
+        raise ConfigError(f"backend.type=megatron: {path} has output or MLP biases; use backend.type=fsdp")
     check_experts(config, experts, settings, path)
 
 
@@ -91,14 +91,14 @@ def check_experts(config: Any, experts: Experts | None, settings: MegatronConfig
             raise ConfigError(f"backend.expert={expert}: {path} has no experts; leave it out")
         return
     if config.mlp_only_layers or config.decoder_sparse_step != 1:
-        raise ConfigError(f"backend.type=megatron: {path} has layers without experts; take backend.type=fsdp")
+        raise ConfigError(f"backend.type=megatron: {path} has layers without experts; use backend.type=fsdp")
     if experts.chosen == 1 and experts.renormalised:
-        raise ConfigError(f"backend.type=megatron: {path} weighs its one expert of a token by 1, always; take fsdp")
+        raise ConfigError(f"backend.type=megatron: {path} always weights the single expert of a token by 1; use fsdp")
     if experts.count % expert:
         raise ConfigError(f"backend.expert={expert} does not divide the {experts.count} experts of {path}")
     if expert % tensor or (pipeline > 1 and expert != tensor):
         number = "backend.tensor" if pipeline > 1 else "a multiple of backend.tensor"
-        raise ConfigError(f"backend.expert={expert}: with tensor={tensor} and pipeline={pipeline} it is {number}")
+        raise ConfigError(f"backend.expert={expert}: with tensor={tensor} and pipeline={pipeline} it must be {number}")
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -464,14 +464,14 @@ def check_adapters(model: ModelConfig) -> None:
     targets = [] if modules == "all-linear" else [modules] if isinstance(modules, str) else modules
     if others := [name for name in targets if name.rpartition(".")[2] not in PROJECTIONS]:
         raise ConfigError(
-            f"model.lora.target_modules: {', '.join(others)}: on Megatron adapters are of {', '.join(PROJECTIONS)}; "
-            "take those, or backend.type=fsdp"
+            f"model.lora.target_modules: {', '.join(others)}: on Megatron adapters are supported on "
+            f"{', '.join(PROJECTIONS)}; use those, or backend.type=fsdp"
         )
     if model.quantization is not None:
-        raise ConfigError("model.quantization: Megatron's layers are not quantised; leave it out, or take fsdp")
+        raise ConfigError("model.quantization: Megatron's layers are not quantised; leave it out, or use fsdp")
     path = model.path
     if path is not None and model_config_only(path, model.trust_remote_code).model_type == MIXTURE:
-        raise ConfigError(f"model.lora: {path} has experts, which take no adapters on Megatron; take fsdp")
+        raise ConfigError(f"model.lora: {path} has experts, which do not support adapters on Megatron; use fsdp")
 
 
 class LowRank(nn.Module):

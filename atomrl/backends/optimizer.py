@@ -110,11 +110,11 @@ class Optimizer:
         """
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
         if not finite:
-            log.warning("update %d of the %s left out: its gradient is not finite", updates, self.name)
+            log.warning("skipped update %d of the %s: its gradient is not finite", updates, self.name)
         if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise Diverged(
                 f"{MAX_SKIPPED_IN_A_ROW} updates in a row, up to update {updates}, had a gradient that is not "
-                "finite; the weights are those of the last update that was"
+                "finite; the weights are those of the last finite update"
             )
         return finite
 
@@ -143,7 +143,7 @@ class Optimizer:
             raise ConfigError(f"train.optimizer={self.train.optimizer}: the checkpoint has another optimizer's moments")
         self.adamw.state.clear()
         for number, group in enumerate(self.adamw.param_groups if in_8_bits else ()):
-            for place, weight in enumerate(group["params"]):  # allocate: paged moments are no ordinary tensors
+            for place, weight in enumerate(group["params"]):  # allocate: paged moments are not ordinary tensors
                 self.adamw.init_state(group, weight, number, place)
         for key, value in state.items():
             kind, _, name = key.partition("/")

@@ -94,14 +94,14 @@ def rank_count(settings: RankedConfig, device: str) -> int:
     if started is not None:
         if count not in (None, started.world):
             raise ConfigError(
-                f"backend.ranks={count}, and the launcher started {started.world} (WORLD_SIZE); leave it out"
+                f"backend.ranks={count}, but the launcher started {started.world} (WORLD_SIZE); leave it out"
             )
         return started.world
     gpus = torch.cuda.device_count() if device.startswith("cuda") else 0
     if gpus and count is not None and count > gpus:
         raise ConfigError(f"backend.ranks={count}: torch sees {gpus} CUDA devices on this machine")
     if gpus and ":" in device and count != 1:
-        raise ConfigError(f"model.device={device}: ranks have a GPU each; leave the number out")
+        raise ConfigError(f"model.device={device}: each rank has its own GPU; remove the number")
     return count or gpus or 1
 
 
@@ -215,7 +215,7 @@ class DistributedBackend:
             self._call_each(self._trained, "saved")
             if not (folder / STATE_FOLDER).exists():
                 raise ConfigError(
-                    f"{folder} is not shared with {self.trainer}: put output_dir where all machines see it"
+                    f"{folder} is not shared with {self.trainer}: set output_dir to a folder that all machines share"
                 )
 
         return wait
@@ -284,7 +284,7 @@ class RankGroup:
     def start(self, method: str, *arguments: Any) -> Callable[[], Any]:
         """Call a method on every rank; return a function that returns the result of rank 0."""
         if self.broken or self.ranks is None:
-            raise RankFailed("the ranks are gone")
+            raise RankFailed("the ranks have ended")
         self.busy = True
         try:
             self.ranks.send((method, arguments))
@@ -292,7 +292,7 @@ class RankGroup:
                 result = self.own.run(method, *arguments)
         except RankFailed as error:
             self.broken = True
-            raise type(error)(f"{error}; {method} broke off", *error.args[1:]) from error
+            raise type(error)(f"{error}; {method} was interrupted", *error.args[1:]) from error
         except Exception:
             raise
         except BaseException:  # interrupted: the other ranks are stuck in the middle of the call
@@ -313,7 +313,7 @@ class RankGroup:
         }
 
     def _watch(self) -> None:
-        """Interrupt this process when a rank dies, so that a long rollout does not go on without its trainer."""
+        """Interrupt this process when a rank dies, so that a long rollout does not continue without its trainer."""
         while not self._exited():
             time.sleep(POLL_S)
             if self.broken:
@@ -507,7 +507,7 @@ class ActorHandle:
             yield
         except self.cluster.died as error:
             reason = str(error).strip().partition("\n")[0]
-            raise RankLost(f"{actor} died, with what it learned since the last checkpoint: {reason}") from error
+            raise RankLost(f"{actor} died, the updates since the last checkpoint are lost: {reason}") from error
 
     def share(self, value: Any) -> Any:
         """Put the value into Ray's object store."""
@@ -600,7 +600,7 @@ def start_rank_actors(
         device: `model.device`, may be `auto`.
         cluster: starts the actors.
     """
-    assert settings.ranks is not None, "the cluster has so many places"
+    assert settings.ranks is not None, "the cluster needs a number of ranks"
     nodes = cluster.nodes()
     host = LOOPBACK if len(nodes) == 1 else nodes[0].address
     store, port = open_store(host, timedelta(seconds=START_S))

@@ -158,7 +158,7 @@ def places(actors: Sequence[Wanted], nodes: Sequence[Node]) -> dict[tuple[str, i
         >>> places([Wanted("rollout", 3, 1, 0)], [Node("a", "a", cpus=2)])  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        atomrl.cluster.ray_cluster.PlacementError: cluster: there is room for 2 of 3 rollout actors (1 CPUs, 0 GPUs ...
+        atomrl.cluster.ray_cluster.PlacementError: cluster: room for only 2 of 3 rollout actors (1 CPUs, 0 GPUs ...
     """
     machines = [replace(node, gpus=[*node.gpus], custom={**node.custom}, users=Counter()) for node in nodes]
     assignment: dict[tuple[str, int], Node] = {}
@@ -168,9 +168,9 @@ def places(actors: Sequence[Wanted], nodes: Sequence[Node]) -> dict[tuple[str, i
             if room is None:
                 others = ", ".join(str(other) for other in actors if other is not each)
                 raise PlacementError(
-                    f"cluster: there is room for {index} of {each.count} {each.role} actors ({each.needs})"
-                    f"{f' beside {others}' if others else ''}: {'; '.join(map(str, nodes))}; "
-                    f"cluster.replicas, cluster.placement and cluster.resources.{each.role} say what is asked for"
+                    f"cluster: room for only {index} of {each.count} {each.role} actors ({each.needs})"
+                    f"{f' besides {others}' if others else ''}: {'; '.join(map(str, nodes))}; "
+                    f"cluster.replicas, cluster.placement and cluster.resources.{each.role} set what is requested"
                 )
             assignment[each.role, index] = room
     return assignment
@@ -295,7 +295,7 @@ class RayCluster:
                 ray.init(address="local", **options)
             if (host := ray.nodes()[0]["NodeManagerAddress"]) != "127.0.0.1":
                 ray.shutdown()
-                raise RuntimeError(f"this version of Ray would listen on {host}, for the whole network")
+                raise RuntimeError(f"this version of Ray would listen on {host}, open to the whole network")
         except BaseException as error:
             ray.shutdown()
             folder.close()
@@ -520,9 +520,9 @@ def check_reachable(address: str) -> str:
     try:
         is_ray = speaks_http2(resolved, _REACH_S)
     except (OSError, OverflowError) as error:
-        raise PlacementError(f"{named}: no cluster can be reached there: {error}") from error
+        raise PlacementError(f"{named}: cannot reach a cluster: {error}") from error
     if not is_ray:
-        raise PlacementError(f"{named}: what listens there is no Ray cluster; its port is 6379 unless it was given one")
+        raise PlacementError(f"{named}: the server there is not a Ray cluster; Ray's default port is 6379")
     return resolved
 
 

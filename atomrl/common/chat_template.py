@@ -20,12 +20,12 @@ SET_HERE = (
 )  # fmt: skip
 """Arguments of `apply_chat_template` that AtomRL sets; `data.chat_template_kwargs` must not have them."""
 NO_TEMPLATE = (
-    "the tokenizer has no chat template: name one (data.chat_template=chatml, or the path of a .jinja file), take a "
+    "the tokenizer has no chat template: set one (data.chat_template=chatml, or the path of a .jinja file), use a "
     "tokenizer that has one (model.tokenizer=NAME, such as that of the instruction-tuned version)"
 )
 """Error message for messages without a chat template; callers append further remedies."""
 NO_JINJA = (
-    "it is no valid Jinja; mend chat_template.jinja (or tokenizer_config.json) beside the tokenizer, or name another "
+    "it is not valid Jinja; fix chat_template.jinja (or tokenizer_config.json) next to the tokenizer, or set another "
     "(data.chat_template)"
 )
 _WORDS, _NEXT = "atomrl-words", "atomrl-next"
@@ -300,7 +300,7 @@ def check_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
         raise ValueError(f"{NO_TEMPLATE}, or remove them")
     for name in kwargs:
         if name not in (variables := template_variables(tokenizer)):
-            hint = did_you_mean(name, sorted(variables), "its variables are") if variables else "it has none"
+            hint = did_you_mean(name, sorted(variables), "its variables:") if variables else "it has none"
             raise ValueError(f"the chat template does not read {name!r}; {hint}")
 
 
@@ -321,13 +321,13 @@ def set_template(tokenizer: Any, named: str) -> None:
         if missing := [mark for mark in ("<|im_start|>", "<|im_end|>") if mark not in tokenizer.get_vocab()]:
             raise ValueError(
                 f"the tokenizer has no token {' and '.join(missing)}, so a turn would not end in one token; write a "
-                f"template that ends turns with {tokenizer.eos_token} into a file, and name it: "
+                f"template that ends turns with {tokenizer.eos_token} into a file, and set "
                 "data.chat_template=FILE.jinja"
             )
         tokenizer.chat_template = CHATML
         return
     if not Path(named).is_file():
-        raise ValueError("there is no such file")
+        raise ValueError("the file does not exist")
     tokenizer.chat_template = Path(named).read_text(encoding="utf-8")
 
 

@@ -58,17 +58,17 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
-def did_you_mean(name: str, known: Iterable[str], what: str = "there are", cutoff: float = 0.6) -> str:
+def did_you_mean(name: str, known: Iterable[str], what: str = "valid:", cutoff: float = 0.6) -> str:
     """Suggest the nearest known name; if none is similar, list all of them after `what`, unless there are too many.
 
     Example:
-        >>> did_you_mean("trian", ["train", "eval"]), did_you_mean("zzz", ["train", "eval"], "valid are")
-        ("did you mean 'train'?", 'valid are train, eval')
+        >>> did_you_mean("trian", ["train", "eval"]), did_you_mean("zzz", ["train", "eval"], "valid:")
+        ("did you mean 'train'?", 'valid: train, eval')
     """
     known = list(known)
     near = nearest(name, known, cutoff)
     if near is None and len(known) > MAX_LISTED:
-        return f"none of the {len(known)} known names is like it"
+        return f"none of the {len(known)} valid names is similar"
     return f"did you mean {near!r}?" if near else f"{what} {', '.join(known)}"
 
 
@@ -85,7 +85,7 @@ def describe_error(error: BaseException, place: bool = False) -> str:
     try:
         text = str(error)
     except Exception as another:
-        text = f"(its words raise {type(another).__name__})"
+        text = f"(its __str__ raises {type(another).__name__})"
     frames = traceback.extract_tb(error.__traceback__) if place else []
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return replace_surrogates(f"{type(error).__name__}: {text[:300]}{where}")
@@ -194,8 +194,8 @@ class Outage:
         if left <= 0 or (asked_s or 0.0) > left:
             asks = f", and asks to wait for {asked_s:g} s" if (asked_s or 0.0) > max(left, 0.0) else ""
             raise ServiceGone(
-                f"{self.name} has been away for {away_s:.0f} s{asks} ({self.key}={self.limit_s:g}): {reason}. "
-                "Nothing was trained on that; once it is there again, --resume goes on with the step that it ended"
+                f"{self.name} has been unavailable for {away_s:.0f} s{asks} ({self.key}={self.limit_s:g}): {reason}. "
+                "Nothing was trained on that; when it is available again, --resume continues with the interrupted step"
             )
         pause = min(pause, left)
         wait_for_service(pause)
@@ -203,14 +203,19 @@ class Outage:
         if last is None or now - last >= LOG_EVERY_S:
             self._logged_at[self.name], self._logged = now, True
             log.warning(
-                "%s is away (%s): waiting, up to %.0f s more (%s=%g)", self.name, reason, left, self.key, self.limit_s
+                "%s is unavailable (%s): waiting up to %.0f s more (%s=%g)",
+                self.name,
+                reason,
+                left,
+                self.key,
+                self.limit_s,
             )
         return pause
 
     def answered(self) -> None:
         """Record an answer: the outage is over."""
         if self._logged and self.since is not None:
-            log.warning("%s answers again, after %.0f s", self.name, self.clock() - self.since)
+            log.warning("%s is available again after %.0f s", self.name, self.clock() - self.since)
         self.since, self._logged = None, False
 
 

@@ -84,7 +84,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         ValueError: `path` exists and is not an empty folder.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{path} exists already; name a new folder, or remove it")
+        raise ValueError(f"{path} already exists; name a new folder, or remove it")
     aside = path.with_name(f".{path.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     try:

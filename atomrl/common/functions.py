@@ -39,7 +39,7 @@ def imports_forbidden() -> Iterator[None]:
         ...     find_function("math:sqrt")
         Traceback (most recent call last):
         ...
-        ValueError: 'math:sqrt' is not imported, as its config is only looked at
+        ValueError: 'math:sqrt' is not imported, because its config is only viewed
     """
     global _looking
     before, _looking = _looking, True
@@ -69,18 +69,18 @@ def find_function(path: str) -> Callable[..., Any]:
     """
     module_name, _, name = path.rpartition(":" if ":" in path else ".")
     if path.endswith(".py"):
-        raise ValueError(f"{path!r} names a file and no function; write {path}:my_function")
+        raise ValueError(f"{path!r} names a file but no function; write {path}:my_function")
     if not module_name:
         raise ValueError(f"{path!r} names no module; write my_module:my_function")
     if _looking:
-        raise ValueError(f"{path!r} is not imported, as its config is only looked at")
+        raise ValueError(f"{path!r} is not imported, because its config is only viewed")
     search_in(os.getcwd())
     try:
         module = _load_file(module_name) if module_name.endswith(".py") else _load_module(module_name)
     except Exception as error:
         hint = ""
         if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
-            hint = f"; a file of yours is named by its path: ./{module_name.replace('.', '/')}.py:{name}"
+            hint = f"; name a file by its path: ./{module_name.replace('.', '/')}.py:{name}"
         raise ValueError(f"{path!r}: module {module_name!r} cannot be imported: {error!r}{hint}") from error
     function: Callable[..., Any] | None = getattr(module, name, None)
     if function is None or not callable(function):
@@ -164,7 +164,7 @@ def _load_file(path: str) -> ModuleType:
     """Import a file as a module, under a unique name, so that it hides no other module."""
     file = _find_file(os.path.expanduser(path))
     if file is None:
-        raise FileNotFoundError(f"there is no file {path} in {' or '.join(dict.fromkeys([os.getcwd(), *_searched]))}")
+        raise FileNotFoundError(f"no file {path} in {' or '.join(dict.fromkeys([os.getcwd(), *_searched]))}")
     name = OF_FILE + hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:16]
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file.resolve())

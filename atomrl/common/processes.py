@@ -45,7 +45,7 @@ _COMMAND = (
 class WorkerProcess:
     """A worker process (a fresh interpreter) and the connection to it.
 
-    Messages to a worker are pickled, its answers are JSON: a worker runs code beside a model's output, so nothing that
+    Messages to a worker are pickled, its answers are JSON: a worker runs code next to a model's output, so nothing that
     it sends may be unpickled.
     """
 
@@ -116,7 +116,7 @@ LOAD_LIMIT_S = 300.0
 """Time limit for starting a worker and importing a user's module in it; not part of the time limit of a call."""
 MAX_LOAD_CRASHES = 4
 """Consecutive workers that end while they import, after which the import counts as the cause."""
-PROCESS_ENDED = "its process ended (by os._exit, a signal, or for want of memory)"
+PROCESS_ENDED = "its process ended (by os._exit, a signal, or out of memory)"
 _FLUSH_S = 0.005
 _CHUNK_BYTES, _MAX_CHUNKS = 1 << 16, 64
 
@@ -274,7 +274,7 @@ def _marked(mark: bytes, ancestor: int | None = None) -> set[int]:
     parents, pids = dict[int, int](), {ancestor} if ancestor else set[int]()
     for name in os.listdir("/proc") if sys.platform == "linux" else ():
         try:
-            with open(f"/proc/{name}/stat", "rb") as stat:  # fails for entries of /proc that are no processes
+            with open(f"/proc/{name}/stat", "rb") as stat:  # fails for entries of /proc that are not processes
                 state, parent = stat.read().rpartition(b")")[2].split()[:2]
             if state != b"Z":
                 parents[int(name)] = int(parent)
@@ -389,7 +389,7 @@ def launched() -> Launched | None:
 
 
 def unmet_request(ranks: int) -> str | None:
-    """Return a warning where a launcher was asked for another number of processes than the run has ranks, else None.
+    """Return a warning if the number of processes requested from a launcher differs from the run's ranks, else None.
 
     Args:
         ranks: processes that train.
@@ -399,15 +399,15 @@ def unmet_request(ranks: int) -> str | None:
     there = f"this run has {ranks} rank{'s' if ranks > 1 else ''}"
     if ranks == 1 and "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ:
         return (
-            f"accelerate launch was asked for several processes (num_processes) and started one, so {there}: "
-            "without several GPUs it starts more with --multi_gpu alone, and with --cpu none; or leave them to this "
-            "run: backend.type=fsdp backend.ranks=N"
+            f"accelerate launch was asked for several processes (num_processes) but started one, so {there}: without "
+            "several GPUs it starts more only with --multi_gpu, and with --cpu none; or let this run start them: "
+            "backend.type=fsdp backend.ranks=N"
         )
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
         if (count := os.environ.get(name, "")).isdigit() and int(count) > 1:
             return (
-                f"a launcher started {count} processes ({name}), each of which is a run of its own, and {there}: for "
-                "one run of them all it must set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+                f"a launcher started {count} processes ({name}), each of which is a separate run, and {there}: for a "
+                "single run it must set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
             )
     return None
 
@@ -578,8 +578,8 @@ class HangWatch:
                 faulthandler.dump_traceback(output, all_threads=True)
                 print(
                     f"error: {self.names.get(name, 'training')} ({name}) has made no progress for {self.limit_s:g} s "
-                    f"({self.limit_name}); above is where each thread stands. A run goes on from its newest "
-                    f"checkpoint with --resume; if it was slow and not stuck, give it a larger {self.limit_name}",
+                    f"({self.limit_name}); the stack of each thread is above. Use --resume to continue from the newest "
+                    f"checkpoint; if it was slow and not stuck, raise {self.limit_name}",
                     file=output,
                     flush=True,
                 )

@@ -31,13 +31,13 @@ _OPAQUE = re.compile(r"(?=.*\d)[\w.~+/=-]{8,}")
 _OF_VARIABLES = re.compile(r".*(?:headers|key|token|secret|password)_env")
 """Keys whose values name environment variables (`gym_env` does not)."""
 _ENDS = "key|token|secret|password|passwd|pwd|auth|authorization|credentials?|pat"
-"""Last words of options, headers and query parameters that hold secrets."""
+"""Last words of options, headers and query parameters that have secrets."""
 _VARIABLE = re.compile(
     r"(?i).*(?:key|token|secret|pass|pwd|cred|auth|cookie|session|private|dsn|jwt|bearer|webhook|(?:^|_)(?:pat|pw|sid)(?:_|$))"
 )
 """Environment variables of a command that hold secrets; wider than `_NAMED`, as servers get their secrets there."""
 _PLAIN = re.compile(r"(?i:|true|false|yes|no|on|off|none|null|auto)|\d{1,5}|\d+\.\d+|[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+")
-"""Values that are no secrets, such as numbers and names of environment variables."""
+"""Values that are not secrets, such as numbers and names of environment variables."""
 _UUID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _RANDOM = re.compile(rf"(?<![\w-])(?:(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9_-]{{24,}}|{_UUID})(?![\w-])")
 _USER = re.compile(r"(?<=://)(?!git@)[^/@\s]+(?=@)")
@@ -110,9 +110,9 @@ def check_unmasked(tree: Any, where: str = "") -> None:
             check_unmasked(value, f"{where}.{name}" if where else str(name))
     elif isinstance(tree, str) and MASK in tree:
         raise ValueError(
-            f"{where}: is a secret, which a run does not write into its folder. Take the config that has it (with "
-            "--resume, too), or name an environment variable in that: ${NAME} in tools, headers_env and api_key_env of "
-            "rewards; code of your own can read os.environ"
+            f"{where}: is a secret, which is not written into a run's folder. Use the config that has it (with "
+            "--resume, too), or name an environment variable in it: ${NAME} in tools, headers_env and api_key_env of "
+            "rewards; your own code can read os.environ"
         )
 
 

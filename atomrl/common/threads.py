@@ -1,4 +1,4 @@
-"""Choose the number of CPU threads of a run: all on an idle machine, fewer beside other processes where that is faster.
+"""Choose the number of CPU threads of a run: all on an idle machine, fewer if other processes run and that is faster.
 
 The threads of a parallel region spin until the last of them is done. Where another process takes a core, each of the
 many small regions of a step waits for a thread that is not scheduled. The cost depends on the sizes of the products, so
@@ -189,7 +189,7 @@ class AdaptiveThreads:
                 for each in self.choosers.values():
                     each.update(others, now)
                 if before != (after := any(each.busy for each in self.choosers.values())):
-                    log.info("other processes take %.1f cores: %s", others, "busy" if after else "all threads again")
+                    log.info("other processes use %.1f cores: %s", others, "busy" if after else "all threads again")
         chooser = self.choosers[kind]
         if (count := chooser.count()) != self.set:
             torch.set_num_threads(count)

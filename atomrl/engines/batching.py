@@ -232,7 +232,7 @@ class ContinuousBatch:
                     self._advance(version)
             except BaseException as error:
                 if not is_out_of_memory(error):
-                    self._preempt()  # no request is lost, so the caller may go on
+                    self._preempt()  # no request is lost, so the caller may continue
                     raise
                 reason = str(error).partition("\n")[0] or type(error).__name__
             # Outside of the except block: there the traceback would keep the tensors of the failed step alive.
@@ -277,13 +277,13 @@ class ContinuousBatch:
         if rows <= 1:
             raise ConfigError(
                 f"out of memory: decoding a single completion does not fit ({reason}). Lower "
-                "rollout.max_completion_tokens, data.max_prompt_tokens or train.tokens_per_micro_batch; or take a "
+                "rollout.max_completion_tokens, data.max_prompt_tokens or train.tokens_per_micro_batch; or use a "
                 "smaller model"
             )
         self.max_rows = self.retained.limit = min(self.max_rows, rows // 2)
         log.warning(
-            "out of memory with %d completions decoded at once (%s): from here on at most %d; "
-            "rollout.max_concurrent_completions=%d sets it from the start",
+            "out of memory with %d completions decoded at once (%s): decoding at most %d from now on; set "
+            "rollout.max_concurrent_completions=%d to start with that",
             rows, reason, self.max_rows, self.max_rows,
         )  # fmt: skip
 

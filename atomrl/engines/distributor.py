@@ -197,7 +197,7 @@ class Distributor(Generic[R]):
         if replica.restarts > RESTARTS:
             times = f"failed {replica.restarts} times in a row"
             raise self.given_up(f"{replica.name} {times}: {error}{replica.log_tail}") from error
-        log.warning("%s failed, its requests are repeated: %s%s", replica.name, error, replica.log_tail)
+        log.warning("%s failed; repeating its requests: %s%s", replica.name, error, replica.log_tail)
 
     # ---- Requests ----
 
@@ -248,7 +248,7 @@ class Distributor(Generic[R]):
         end = time.monotonic() + self.timeout_s
         while missing:
             if time.monotonic() > end:
-                raise TimeoutError(f"{running[0][0].name} has not given up a request within its time")
+                raise TimeoutError(f"{running[0][0].name} did not release a request in time")
             # Repeated, since an abort may reach a server before its request, and replicas may restart.
             self.run(self._abort_all([*missing.values()]))
             with suppress(queue.Empty):
@@ -300,7 +300,7 @@ class Distributor(Generic[R]):
             RuntimeError: the engine has unfinished requests.
         """
         if held := sum(len(replica.held) for replica in self.replicas):  # or some replicas would sleep
-            raise RuntimeError(f"the engine holds {held} requests; let them finish or abort them first")
+            raise RuntimeError(f"the engine has {held} unfinished requests; let them finish or abort them first")
         self._asleep = True
         self._on_all(lambda replica: self._set_asleep(replica, True), restored=True)
 

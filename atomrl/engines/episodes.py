@@ -130,13 +130,15 @@ class ReplyTokens:
         before, after = (self._rendered([*thinking, *more], bool(more)) for more in ([], reply))
         prompt, conversation = self._rendered(messages[:-1], True), self._rendered([*messages, *reply], True)
         start = conversation.partition(_MODEL)[0]
-        if not start.startswith(prompt) and not prompt.startswith(start):  # one may go on with thoughts or a tool call
+        if not start.startswith(prompt) and not prompt.startswith(
+            start
+        ):  # one may continue with thoughts or a tool call
             return [
-                f"the chat template writes what came before otherwise where a message of {role!r} follows; rows keep "
-                "it as the model saw it"
+                f"the chat template renders earlier messages differently when a message of role {role!r} follows; rows "
+                "keep them as the model saw them"
             ]
         if _THOUGHT in before and _THOUGHT not in after:
-            return [f"the chat template drops thoughts before a message of {role!r}; rows keep all that was sampled"]
+            return [f"the chat template drops thoughts before a message of role {role!r}; rows keep all sampled tokens"]
         return []
 
     # ---- Text ----
@@ -144,9 +146,9 @@ class ReplyTokens:
     def _opening(self, role: str, texts: Sequence[str]) -> str:
         """Render replies as the continuation of the prompt's last message."""
         if role != "user":
-            raise ValueError(f"a reply with the role {role!r} before the model's first turn: it is 'user'")
+            raise ValueError(f"a reply with the role {role!r} before the model's first turn: it must be 'user'")
         if not self.tokenizer.chat_template:
-            raise ValueError(f"opening: {NO_TEMPLATE}, or remove it, so that what is said first is text")
+            raise ValueError(f"opening: {NO_TEMPLATE}, or remove it, so that the environment opens with plain text")
         *before, user = self._conversation("user")[:-1]
         return self._rendered([*before, user | {"content": _USER + texts[0]}], True).partition(_USER)[2]
 
@@ -202,15 +204,15 @@ class ReplyTokens:
             prompt = self._rendered(conversation[:-1], True)
             text = self._rendered([*conversation, *self._messages(role, texts)], True)
         except Exception as error:  # templates are programs and may raise anything
-            return f"refuses it behind the assistant's words: {error}"
+            return f"rejects it after an assistant message: {error}"
         start, _, after = text.partition(_MODEL)
         same_prompt = start.count(_USER) == 1 and start.partition(_USER)[0] == prompt.partition(_USER)[0]
         if text.count(_MODEL) != 1 or not same_prompt:
-            return "does not keep what came before it"
+            return "changes the messages before it"
         if after.count(_REPLY) != len(texts):
             return "leaves it out"
         if "tool_calls" in conversation[-1] and not self._end(after):
-            return "writes no end-of-sequence token behind a call"
+            return "writes no end-of-sequence token after a call"
         return None
 
     def _messages(self, role: str, texts: Sequence[str]) -> list[Message]:
@@ -355,7 +357,7 @@ class EpisodeEngine(RolloutEngine):
             if request.problem is None:
                 raise ValueError(f"request {request.request_id!r} has no problem for the environment")
             if request.request_id in names:
-                raise ValueError(f"request {request.request_id!r} is there already")
+                raise ValueError(f"request {request.request_id!r} already exists")
             if not request.prompt_token_ids:
                 raise ValueError(f"request {request.request_id!r}: the prompt has no tokens")
             names.add(request.request_id)
@@ -477,8 +479,8 @@ class EpisodeEngine(RolloutEngine):
             return [replace(reply, role="user") for reply in replies or [Reply(text="")]]
         if replies and replies[0].role:
             raise ValueError(
-                f"environment: it begins with a reply of the role {replies[0].role!r}, but the prompt has been closed; "
-                "environment.opening=true leaves it open"
+                f"environment: it begins with a reply of the role {replies[0].role!r}, but the prompt is already "
+                "closed; set environment.opening=true"
             )
         return replies
 
@@ -606,7 +608,7 @@ class EpisodeEngine(RolloutEngine):
             RuntimeError: episodes are running.
         """
         if self.held:
-            raise RuntimeError(f"the engine holds {len(self.held)} episodes; let them end or abort them first")
+            raise RuntimeError(f"the engine has {len(self.held)} unfinished episodes; let them end or abort them first")
         self.engine.sleep()
         self._asleep = True
 

@@ -32,7 +32,7 @@ class ServerFailure(ReplicaFailure):
     """A call to a server failed in a way that a repair may fix.
 
     Args:
-        unreachable: the server does not answer; else it answered something else than asked for.
+        unreachable: the server does not answer; else its response was not as requested.
     """
 
     def __init__(self, message: str, unreachable: bool = False) -> None:
@@ -152,7 +152,7 @@ class Client:
             if server.process is not None and (code := server.process.ended()) is not None:
                 raise RuntimeError(f"{server.name} ended with status {code}{server.log_tail}")
             if time.monotonic() > end:
-                raise TimeoutError(f"{server.name} was not up within {limit_s:g} s")
+                raise TimeoutError(f"{server.name} was not ready within {limit_s:g} s")
             await asyncio.sleep(_RETRY_S)
 
     async def post(self, server: Server, path: str, body: Mapping[str, Any] | None = None, **options: Any) -> Any:
@@ -186,7 +186,7 @@ class Client:
         except ValueError:  # some endpoints answer nothing but 200
             if "<html" in response.text[:1000].lower():  # a proxy in front of the server
                 page = response.text[:200]
-                raise ServerFailure(f"{path}: the answer is a page: {page!r}", unreachable=True) from None
+                raise ServerFailure(f"{path}: the response is an HTML page: {page!r}", unreachable=True) from None
             return None
 
     async def close(self) -> None:
@@ -215,14 +215,16 @@ def check_output(output: ServerOutput, server: Server, engine_id: str) -> Server
         _, separator, owner = label.partition("@")
         if separator and owner != engine_id:
             raise RuntimeError(
-                f"{server.name} drew with weights that another run has given it meanwhile (version {label}): each run "
-                "needs servers of its own"
+                f"{server.name} sampled with weights that another run sent to it (version {label}): each run needs its "
+                "own servers"
             )
         if not separator:
-            raise ServerFailure(f"it drew with weights of version {label}, which it starts with")
+            raise ServerFailure(f"it sampled with its initial weights (version {label})")
     ends = [0, *(span["end"] for span in output.spans)]
     if [span["start"] for span in output.spans] != ends[:-1] or ends[-1] != len(output.token_ids):
-        raise RuntimeError(f"{server.name} does not say which weights drew each of {len(output.token_ids)} tokens")
+        raise RuntimeError(
+            f"{server.name} does not report which weights sampled each of {len(output.token_ids)} tokens"
+        )
     if output.reason not in ("stop", "length", "abort"):
         raise RuntimeError(f"{server.name} ended a completion with {output.reason!r}")
     return output
@@ -245,7 +247,7 @@ def store_output(state: RequestState, output: ServerOutput | Exception) -> Finis
     if output.reason == "length" and len(state.token_ids) < limit:
         raise RuntimeError(
             f"a completion was cut at {len(state.token_ids)} of {limit} tokens: the "
-            "server's context is shorter than the model's, or its cache has no room"
+            "server's context is shorter than the model's, or its cache is full"
         )
     return "length" if output.reason == "length" else "stop"
 

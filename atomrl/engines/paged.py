@@ -8,7 +8,7 @@ and own tokens, then their sum), output, norm, gate|up, SwiGLU, down. Adapters a
 projections. Nothing in it depends on the host: sizes are those of the padded batch, and per-row values are read from
 `StepRows`.
 
-Everything beside matrix products is a `StepOps`: Triton kernels (`atomrl.engines.triton_kernels`), or `PlainOps`, the
+Everything except matrix products is a `StepOps`: Triton kernels (`atomrl.engines.triton_kernels`), or `PlainOps`, the
 reference in PyTorch and the fallback.
 """
 
@@ -123,7 +123,7 @@ class Drawing:
 
 
 class StepOps(Protocol):
-    """Operations of a step beside matrix products. `out` may be the first columns of a wider tensor."""
+    """Operations of a step except matrix products. `out` may be the first columns of a wider tensor."""
 
     draws: ClassVar[bool]
     """True if `draw` is implemented; else sampling runs outside of the step."""
@@ -357,7 +357,7 @@ class StepGraphs:
             except Exception as error:
                 if is_out_of_memory(error):  # the caller retries with fewer rows
                     raise
-                log.warning("native engine: no CUDA graphs, so decoding is bound by launches: %s", error)
+                log.warning("native engine: no CUDA graphs, so decoding is limited by kernel launches: %s", error)
                 self.capture = None
                 self.clear()
                 replay = run

@@ -151,7 +151,7 @@ class ReplicatedEngine(Distributor[_Replica]):
         names = {name for replica in self.replicas for name in replica.held}
         for request in requests:
             if request.request_id in names:
-                raise ValueError(f"request {request.request_id!r} is there already")
+                raise ValueError(f"request {request.request_id!r} already exists")
             names.add(request.request_id)
         parts = self._assign(requests)
 

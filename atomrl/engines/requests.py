@@ -162,7 +162,7 @@ class StopRule:
 
 
 DIVERGED = (
-    "the model's logits are NaN or infinite: its weights have diverged; go on from an earlier checkpoint with a lower "
+    "the model's logits are NaN or infinite: its weights have diverged; resume from an earlier checkpoint with a lower "
     "train.learning_rate"
 )
 
@@ -307,9 +307,7 @@ class RequestEngine(RolloutEngine):
     """`module:name` of the dataclass whose fields may be set by `EngineOptions.engine_args`."""
     own_arguments: ClassVar[Mapping[str, str]] = {}
     """Arguments that AtomRL sets itself -> the config key that decides them ("" for none)."""
-    decode_time: ClassVar[DecodeTime] = DecodeTime(
-        "that of hf: this engine has no decode_time of its own", layer_s=2.43e-3
-    )
+    decode_time: ClassVar[DecodeTime] = DecodeTime("estimated: as hf", layer_s=2.43e-3)
     """Overhead of a decode step on a GPU."""
     seeded = exact = returns_candidates = False
 
@@ -328,7 +326,7 @@ class RequestEngine(RolloutEngine):
         installed, least = cls.package_version(), cls.least_version
         if installed and least and Version(installed) < Version(least):
             raise ImportError(
-                f"{cls.package} {installed} is installed, and {cls.__name__} needs {least} or later: "
+                f"{cls.package} {installed} is installed, but {cls.__name__} needs {least} or later: "
                 f"pip install 'atomrl[{cls.package}]'"
             )
 
@@ -342,7 +340,7 @@ class RequestEngine(RolloutEngine):
         if not arguments:
             return
         if not cls.argument_class:
-            raise ConfigError(f"rollout.engine_args: they are for vLLM and SGLang; {cls.__name__} has none")
+            raise ConfigError(f"rollout.engine_args: only for vLLM and SGLang; {cls.__name__} has none")
         for name in arguments.keys() & cls.own_arguments.keys():
             key = cls.own_arguments[name]
             raise ConfigError(f"rollout.engine_args.{name}: {f'set {key}' if key else 'AtomRL sets it itself'}")
@@ -380,7 +378,7 @@ class RequestEngine(RolloutEngine):
         """Return why the engine does not support these sampling parameters, beginning with the config key; else
         None."""
         if sampling.logprobs_over == "kept" and not cls.returns_candidates:
-            return f"logprobs_over=kept: {cls.__name__} does not tell which tokens were kept"
+            return f"logprobs_over=kept: {cls.__name__} does not report which tokens were kept"
         return None
 
     def __init__(self, tokenizer: Any, max_positions: int = 2**31):
@@ -450,13 +448,13 @@ class RequestEngine(RolloutEngine):
         for request in requests:
             name, tokens, limit = request.request_id, request.prompt_token_ids, request.sampling.max_completion_tokens
             if name in self.held or name in new:
-                raise ValueError(f"request {name!r} is there already")
+                raise ValueError(f"request {name!r} already exists")
             if not tokens:
-                raise ValueError(f"request {name!r}: the prompt has no tokens; a completion needs one to start from")
+                raise ValueError(f"request {name!r}: the prompt has no tokens; at least one is required")
             if len(tokens) + limit > self.max_positions:
                 raise ValueError(
                     f"request {name!r}: the prompt has {len(tokens)} tokens; with max_completion_tokens={limit} that "
-                    f"passes the model's context of {self.max_positions}; lower max_completion_tokens or drop longer "
+                    f"exceeds the model's context of {self.max_positions}; lower max_completion_tokens or drop longer "
                     "prompts"
                 )
             new[name] = RequestState(request, rules[id(request.sampling)])
@@ -520,7 +518,9 @@ class RequestEngine(RolloutEngine):
             RuntimeError: the engine has unfinished requests.
         """
         if self.held:
-            raise RuntimeError(f"the engine holds {len(self.held)} requests; let them finish or abort them first")
+            raise RuntimeError(
+                f"the engine has {len(self.held)} unfinished requests; let them finish or abort them first"
+            )
         self._asleep = True
 
     def wake(self) -> None:
@@ -605,7 +605,7 @@ def generate(engine: RolloutEngine, prompts: Sequence[Prompt], sampling: Samplin
         while len(outputs) < len(waiting):
             finished = {output.request_id: output for output in engine.poll()}
             if not finished:
-                raise RuntimeError("the engine holds requests and finishes none: it is paused or asleep")
+                raise RuntimeError("the engine has requests but finishes none: it is paused or asleep")
             if not finished.keys() <= waiting:
                 raise RuntimeError(f"the engine finished {sorted(finished.keys() - waiting)[:3]}, submitted elsewhere")
             outputs |= finished

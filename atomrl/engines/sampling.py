@@ -127,7 +127,7 @@ def sample_candidates(
     allowed = scores if banned is None else scores.masked_fill(banned, -torch.inf)
     greedy = sampling.temperature == 0
     values, order = _cut(allowed, 1 if greedy else sampling.top_k, 1.0 if greedy else sampling.top_p)
-    assert order is not None, "SamplingParams refuses log-probs over candidates where nothing is cut"
+    assert order is not None, "SamplingParams rejects log-probs over candidates if no tokens are cut"
     place, _ = inverse_cdf((values - values[:, :1]).exp(), uniforms(seeds, positions))
     inside = values > -torch.inf
     logprobs = values.gather(-1, place[:, None])[:, 0] - values.logsumexp(-1)

@@ -259,7 +259,7 @@ class ServerEngine(Distributor[Server], RequestEngine):
         finally:
             server.in_flight -= 1
         if output.reason == "abort" and server.holds(state.request) and adapters == self._adapter_name():
-            raise ServerFailure("it gave up a completion by itself")
+            raise ServerFailure("it aborted a completion on its own")
         return output
 
     def _advance(self, end: float) -> list[tuple[RequestState, FinishReason]]:

@@ -32,7 +32,7 @@ from atomrl.weight_sync.channels import WEIGHTS, ServerGroup, TransferBroken
 
 _MAX_CANDIDATES = 4096  # `--sampling-mask-max-tokens`
 BROADCAST_BYTES = 2**29
-"""Most bytes of weights in one broadcast; the server holds them beside its own weights."""
+"""Maximum bytes of weights in one broadcast; the server holds them in addition to its own weights."""
 _OWN_ARGUMENTS = {
     "model_path": "model.path",
     "tokenizer_path": "model.tokenizer",
@@ -92,18 +92,20 @@ class SGLangEngine(ServerEngine):
     def unsupported(cls, config: PretrainedConfig) -> str | None:
         """Return why SGLang would compute another model; None if it does not."""
         if config.model_type == "llama" and getattr(config, "mlp_bias", False):
-            return "mlp_bias: SGLang's Llama has no biases there, and passes over those of a checkpoint without a word"
+            return "mlp_bias: SGLang's Llama has no MLP biases and silently ignores those of a checkpoint"
         return None
 
     @classmethod
     def refusal(cls, sampling: SamplingParams) -> str | None:
         """Return why SGLang cannot give the requested log-probs; None if it can."""
         if sampling.logprobs_over == "kept" and sampling.temperature > 0 and not 0 < sampling.top_k <= _MAX_CANDIDATES:
-            return f"logprobs_over=kept: SGLang tells which tokens were kept where top_k is 1 to {_MAX_CANDIDATES}"
+            return (
+                f"logprobs_over=kept: SGLang reports which tokens were kept only with top_k from 1 to {_MAX_CANDIDATES}"
+            )
         if sampling.logprobs_over == "vocabulary" and sampling.min_completion_tokens and sampling.temperature > 0:
             return (
-                "logprobs_over=vocabulary: of tokens before min_completion_tokens SGLang gives log-probs over what is "
-                "drawn from: ask for logprobs_over=kept, drop min_completion_tokens, or take the native engine"
+                "logprobs_over=vocabulary: for tokens before min_completion_tokens SGLang returns log-probs over the "
+                "kept tokens: use logprobs_over=kept, remove min_completion_tokens, or use the native engine"
             )
         return super().refusal(sampling)
 
@@ -136,8 +138,8 @@ class SGLangEngine(ServerEngine):
         server.info = await self.client.get(server, "/server_info")
         if self.options.lora_rank and not server.info["enable_lora"]:
             raise RuntimeError(
-                f"{server.name} takes no adapters: start it with --enable-lora --lora-target-modules all "
-                f"--max-lora-rank {self.options.lora_rank}, which wants a GPU; or train all weights (no model.lora)"
+                f"{server.name} does not accept adapters: start it with --enable-lora --lora-target-modules all "
+                f"--max-lora-rank {self.options.lora_rank}, which needs a GPU; or train all weights (no model.lora)"
             )
         server.seeded = bool(server.info["enable_deterministic_inference"])
         self.seeded = all(each.seeded for each in self.replicas)

@@ -74,11 +74,11 @@ def other_logprobs(sampling: SamplingParams, whole: bool) -> str | None:
         return None
     if whole and (sampling.temperature != 1 or sampling.logprobs_over == "kept"):
         return (
-            f"logprobs_over={sampling.logprobs_over}: at temperature={sampling.temperature:g} this vLLM cannot give "
-            "them: it was started for those over the vocabulary at temperature 1"
+            f"logprobs_over={sampling.logprobs_over}: at temperature={sampling.temperature:g} this vLLM cannot return "
+            "them: it was started for log-probs over the vocabulary at temperature 1"
         )
     if not whole and vocabulary_cut(sampling):
-        return "logprobs_over=vocabulary: this vLLM was started for log-probs over what is drawn from"
+        return "logprobs_over=vocabulary: this vLLM was started for log-probs over the kept tokens"
     return None
 
 
@@ -292,9 +292,9 @@ class VLLMEngine(RequestEngine):
         if (reason := super().refusal(sampling)) or not vocabulary_cut(sampling) or sampling.temperature == 1:
             return reason
         return (
-            f"logprobs_over=vocabulary: at temperature={sampling.temperature:g} vLLM gives log-probs over what is "
-            "drawn from, after top_p, top_k and min_completion_tokens: take temperature=1, ask for logprobs_over=kept, "
-            "cut nothing, or take the native engine"
+            f"logprobs_over=vocabulary: at temperature={sampling.temperature:g} vLLM returns log-probs over the tokens "
+            "kept by top_p, top_k and min_completion_tokens: use temperature=1 or logprobs_over=kept, remove these "
+            "limits, or use the native engine"
         )
 
     def refused(self, sampling: SamplingParams) -> str | None:

@@ -90,27 +90,29 @@ class VLLMServerEngine(ServerEngine):
         try:
             config = (await self.client.get(server, "/server_info", params={"config_format": "json"}))["vllm_config"]
         except RuntimeError:
-            raise RuntimeError(f"{server.name} takes no new weights: start it with VLLM_SERVER_DEV_MODE=1") from None
+            raise RuntimeError(
+                f"{server.name} does not accept new weights: start it with VLLM_SERVER_DEV_MODE=1"
+            ) from None
         version = (await self.client.get(server, "/version"))["version"]
         if Version(version) < Version(self.least_version):
-            raise RuntimeError(f"{server.name} is vLLM {version}; it has to be {self.least_version} or later")
+            raise RuntimeError(f"{server.name} is vLLM {version}; {self.least_version} or later is required")
         model, lora = config["model_config"], config["lora_config"]
         self.whole_logprobs = self.options.whole_logprobs and model["logprobs_mode"] == logprobs_mode(True)
         if model["logprobs_mode"] != logprobs_mode(self.whole_logprobs) or model["max_logprobs"] != -1:
             raise RuntimeError(
-                f"{server.name} gives other log-probs than those of what is drawn from: start it with "
+                f"{server.name} does not return log-probs of the sampling distribution: start it with "
                 f"--logprobs-mode {logprobs_mode(False)} --max-logprobs -1"
             )
         if self.options.lora_rank and (lora is None or lora["max_lora_rank"] < self.options.lora_rank):
             raise RuntimeError(
-                f"{server.name} takes no adapters of rank {self.options.lora_rank}: start it with --enable-lora "
+                f"{server.name} does not accept adapters of rank {self.options.lora_rank}: start it with --enable-lora "
                 f"--max-lora-rank {self.options.lora_rank} and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
             )
         probe = {"token_ids": [0], "sampling_params": {"max_tokens": 1}}
         try:
             await self.client.post(server, "/inference/v1/generate", probe)
         except RuntimeError:
-            raise RuntimeError(f"{server.name} gives no tokens: start it with --enable-scale-out") from None
+            raise RuntimeError(f"{server.name} does not return tokens: start it with --enable-scale-out") from None
 
     async def _set_memory(self, server: Server, asleep: bool) -> None:
         await self.client.post(
@@ -161,7 +163,7 @@ class VLLMServerEngine(ServerEngine):
             await self.client.post(server, "/v1/load_lora_adapter", body)
         reset = await self.client.post(server, "/reset_prefix_cache", params={"reset_running_requests": True})
         if not reset["success"]:
-            raise RuntimeError(f"{server.name} keeps its cache, which is of the weights before")
+            raise RuntimeError(f"{server.name} did not reset its prefix cache, which is of the previous weights")
 
     def _adapter_name(self) -> str | None:
         return _ADAPTERS if self.adapters else None  # always the same: new adapters replace the old in place

@@ -83,7 +83,7 @@ def check_gymnasium(*, id: str, actions: Sequence[str], **_: Any) -> None:
     with reraise_as(ValueError, "id", gymnasium.error.Error):
         gymnasium.spec(id)
     if not all(actions) or not actions:
-        raise ValueError("actions: name them all, by their numbers")
+        raise ValueError("actions: name all of them, by their numbers")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def skyrl_gym(
     game = skyrl_gym.make(id, env_config=config or {}, extras=extras)
     prompt = [Message(role="user", content=problem.prompt)] if isinstance(problem.prompt, str) else [*problem.prompt]
     if game.init([dict(message) for message in prompt])[0] != prompt:
-        raise ValueError(f"{id}: its init changes the prompt; write the whole prompt into the data")
+        raise ValueError(f"{id}: its init changes the prompt; write the complete prompt into the data")
     text = yield None
     try:
         while not (step := game.step(text))["done"]:

@@ -101,7 +101,7 @@ def places(problem: Problem, *, cost: float = 0.05, empty: bool = False) -> Gene
 # Python programs between tags.
 
 INVALID_CODE = (
-    "\nThis is no action. To run a program, write it between <{code}> and </{code}>; what it prints comes back. To "
+    "\nThis is not an action. To run a program, write it between <{code}> and </{code}>; what it prints comes back. To "
     "answer, write the answer between <answer> and </answer>.\n"
 )
 
@@ -247,13 +247,13 @@ def retrieve(url: str, query: str, topk: int, timeout_s: float) -> list[str]:
         reply = json.loads(content)
     except (ValueError, RecursionError):
         start = bytes(content[:200]).decode(errors="replace")
-        raise ConnectionError(f"{url}: the answer is no JSON: {start!r}") from None
+        raise ConnectionError(f"{url}: the answer is not JSON: {start!r}") from None
     try:
         if not isinstance(documents := reply["result"][0], list):
             raise TypeError("no list")
         return [contents_of(item) for item in documents]
     except (LookupError, TypeError):
-        message = f"{url} answered {json.dumps(reply)[:200]}, and no list of documents with a text as `contents`"
+        message = f"{url} answered {json.dumps(reply)[:200]}, not a list of documents with a text as `contents`"
         raise ServiceFault(message) from None
 
 
@@ -265,7 +265,7 @@ def contents_of(item: Any) -> str:
     """
     document = item["document"] if isinstance(item, dict) and "document" in item else item
     if not isinstance(contents := document["contents"], str):
-        raise TypeError(f"{contents!r} is no text")
+        raise TypeError(f"{contents!r} is not text")
     return contents
 
 

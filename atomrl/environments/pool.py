@@ -117,8 +117,8 @@ class EnvironmentPool(WorkerPool["_Worker"]):
         """Return new answers as (key, answer), waiting at most `wait_s` seconds for the first.
 
         Raises:
-            EpisodeError: a worker cannot import or call the environment, or a service that it needs is away for too
-                long or returns invalid answers.
+            EpisodeError: a worker cannot import or call the environment, or a service that it needs is unavailable for
+                too long or returns invalid answers.
         """
         end = time.monotonic() + wait_s
         while True:
@@ -248,7 +248,7 @@ class EnvironmentPool(WorkerPool["_Worker"]):
         if index < len(episode.answer_hashes):
             episode.deadline = self.clock + self.settings.timeout_s
             if episode.answer_hashes[index] != digest:
-                message = "it answered other than before when it was played again, after its worker process had ended"
+                message = "its replies changed when it was replayed, after its worker process had ended"
                 if anew := episode.outage is not None:
                     episode.outage.answered()
                 failed = Answer(ended=True, failure="error", message=message, seconds=rest[-1], anew=anew)
@@ -269,7 +269,7 @@ class EnvironmentPool(WorkerPool["_Worker"]):
             self._answers.append((episode.key, Answer(tuple(Reply(**reply) for reply in replies), seconds=seconds)))
 
     def _wait_for_service(self, episode: _Episode, reason: str, asked_s: float | None) -> None:
-        """Schedule the replay of an episode that ended because a service is away.
+        """Schedule the replay of an episode that ended because a service is unavailable.
 
         Args:
             asked_s: pause that the service asks for (`Retry-After`).
@@ -346,7 +346,7 @@ class EnvironmentPool(WorkerPool["_Worker"]):
                 self._unassigned.append(episode)
 
     def _timeout(self, episode: _Episode) -> Answer:
-        message = f"over {self.settings.timeout_s:g} s for an answer (environment.timeout_s allows more)"
+        message = f"over {self.settings.timeout_s:g} s for an answer (raise environment.timeout_s)"
         return Answer(ended=True, failure="timeout", message=message, seconds=self._elapsed(episode))
 
     def _elapsed(self, episode: _Episode) -> float:

@@ -96,7 +96,7 @@ def llama(text: str, schemas: Sequence[Schema] = ()) -> list[Call]:
         try:
             value, at = decoder.raw_decode(rest, at)
         except UNREADABLE as error:
-            return [*calls, Call(problem=f"it is no JSON: {error}")]
+            return [*calls, Call(problem=f"it is not JSON: {error}")]
         if not tagged and not (isinstance(value, dict) and "name" in value and {*value} <= _KEYS):
             return calls  # an answer that is JSON
         calls.append(_from_value(value))
@@ -114,7 +114,7 @@ def mistral(text: str, schemas: Sequence[Schema] = ()) -> list[Call]:
     try:
         values, _ = json.JSONDecoder().raw_decode(rest.strip())
     except UNREADABLE as error:
-        return [Call(problem=f"it is no JSON: {error}")]
+        return [Call(problem=f"it is not JSON: {error}")]
     return [_from_value(value) for value in (values if isinstance(values, list) else [values])]
 
 
@@ -173,7 +173,7 @@ def find_form(tokenizer: Any, schemas: Sequence[Schema], kwargs: Mapping[str, An
         ValueError: the chat template leaves out tools or calls, or its format is unknown.
     """
     if not tokenizer.chat_template:
-        raise ValueError(f"tools: {NO_TEMPLATE}, which says how the model calls tools")
+        raise ValueError(f"tools: {NO_TEMPLATE}")
     user, name = {"role": "user", "content": "words"}, str(schemas[0]["function"]["name"])
     arguments = {"text": 'two "words"\n<b>', "number": 7}
     call = {"id": "atomrl001", "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -182,9 +182,9 @@ def find_form(tokenizer: Any, schemas: Sequence[Schema], kwargs: Mapping[str, An
         prompt = render(tokenizer, [user], tools=schemas, kwargs=kwargs, add_generation_prompt=True)
         whole = render(tokenizer, [user, assistant], tools=schemas, kwargs=kwargs)
     except Exception as error:  # templates are programs and raise what they like
-        raise ValueError(f"the chat template refuses tools: {error}") from error
+        raise ValueError(f"the chat template rejects tools: {error}") from error
     if any(str(schema["function"]["name"]) not in prompt for schema in schemas):
-        raise ValueError("the chat template leaves tools out: this model is not made to call them")
+        raise ValueError("the chat template ignores tools: this model was not trained to call them")
     written = whole[common_prefix(prompt, whole) :]
     if template := getattr(tokenizer, "response_template", None):
         return dict(template)
@@ -197,7 +197,7 @@ def find_form(tokenizer: Any, schemas: Sequence[Schema], kwargs: Mapping[str, An
     for form in FORMS:
         if find_calls(written, form, [probe]) == [Call(name, arguments)]:
             return form
-    raise ValueError(f"the chat template writes tool calls as {written[:200]!r}; known are {', '.join(FORMS)}")
+    raise ValueError(f"the chat template writes tool calls as {written[:200]!r}; supported: {', '.join(FORMS)}")
 
 
 def _added(tokenizer: Any) -> list[str]:
@@ -259,23 +259,23 @@ def _from_json(text: str, name: str = "") -> Call:
     try:
         value = json.loads(text)
     except UNREADABLE as error:
-        return Call(problem=f"it is no JSON: {error}")
+        return Call(problem=f"it is not JSON: {error}")
     return _from_value({"name": name, "arguments": value} if name else value)
 
 
 def _from_value(value: Any) -> Call:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return Call(problem='it is no object with a "name" and "arguments"')
+        return Call(problem='it is not an object with a "name" and "arguments"')
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):  # OpenAI's format: JSON in a string
         try:
             arguments = json.loads(arguments) if arguments.strip() else None
         except UNREADABLE:
-            return Call(value["name"], problem="its arguments are no JSON object")
+            return Call(value["name"], problem="its arguments are not a JSON object")
     if arguments is None:  # a tool without parameters
         arguments = {}
     if not isinstance(arguments, dict):
-        return Call(value["name"], problem="its arguments are no JSON object")
+        return Call(value["name"], problem="its arguments are not a JSON object")
     return Call(value["name"], arguments)
 
 

@@ -84,7 +84,7 @@ def find_schemas(tools: Sequence[Mapping[str, Any]]) -> list[Schema]:
         schemas += own
     names = [schema["function"]["name"] for schema in schemas]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"there are two tools of the name {min(twice)!r}")
+        raise ValueError(f"two tools have the name {min(twice)!r}")
     return schemas
 
 
@@ -114,9 +114,9 @@ def check_rows(tools: Sequence[Mapping[str, Any]], columns: Collection[str]) -> 
             signature.bind(None, **row)
         except TypeError as error:
             raise ValueError(
-                f"{kind.__name__}.reset is given each row by its columns, here prompt, ground_truth"
-                f"{''.join(f', {name}' for name in columns)}: {error}; write reset(self, **row), or give the data the "
-                "column"
+                f"{kind.__name__}.reset receives the columns of each row, here prompt, ground_truth"
+                f"{''.join(f', {name}' for name in columns)}: {error}; write reset(self, **row), or add the column to "
+                "the data"
             ) from error
 
 
@@ -134,7 +134,9 @@ def _functions(tool: Mapping[str, Any]) -> list[Callable[..., Any]]:
     try:
         inspect.signature(reset).bind_partial(None, prompt="", ground_truth=None)
     except TypeError as error:
-        raise ValueError(f"{tool['function']!r}: reset is given the row, as in reset(self, **row): {error}") from error
+        raise ValueError(
+            f"{tool['function']!r}: reset must accept the row, as in reset(self, **row): {error}"
+        ) from error
     members = inspect.getmembers(function, inspect.isfunction)
     return [method for name, method in members if name not in HIDDEN and not name.startswith("_")]
 
@@ -255,7 +257,7 @@ def _answer_call(call: Call, by_name: Mapping[str, _Tool]) -> Reply:
     if call.problem:
         return error_reply("invalid", f"the call {call.name or 'of a tool'} cannot be read: {call.problem}")
     if call.name not in by_name:
-        return error_reply("invalid", f"there is no tool {call.name!r}; there are: {', '.join(by_name)}")
+        return error_reply("invalid", f"there is no tool {call.name!r}; tools: {', '.join(by_name)}")
     tool = by_name[call.name]
     try:
         result = tool.call(**call.arguments) if tool.limit_s is None else _call_with_limit(tool, call.arguments)

@@ -102,7 +102,7 @@ def serve(connection: Connection) -> None:
         [key, "opening" or "reply", replies, seconds]    replies: text, role, reward and label of each; may be empty
         [key, "end", outcome, seconds]
         [key, "failed", kind of failure, message, seconds]
-        [key, "away", message, pause that the service asks for]    a service that is away ended the episode
+        [key, "away", message, pause that the service asks for]    an unavailable service ended the episode
         [null, "ready"]                 the environment is imported
         [null, "unusable", reason]      the environment cannot be used
         [null, "thread", key, id]       native id of the episode's thread
@@ -169,7 +169,7 @@ def _run_episode(
         if not replies and opened:
             raise InvalidReply("it replied None after the model's first turn; reply with text, or return the outcome")
         if not opened and any(each.reward is not None for each in replies):
-            raise InvalidReply("its opening has a reward, but the model has had no turn yet; open with text or None")
+            raise InvalidReply("its opening has a reward, but the model has not had a turn yet; open with text or None")
         word = "reply" if opened else "opening"
         opened = True
         most = start.max_characters // max(1, len(replies))
@@ -188,7 +188,7 @@ def _run_episode(
 
     def send(reply: Replies) -> str:
         if not sending.acquire(blocking=False):
-            raise InvalidReply("it sent a reply before the model had answered the last one")
+            raise InvalidReply("it sent a reply before the model answered the last one")
         try:
             return exchange(reply)
         finally:
@@ -234,8 +234,8 @@ def find_environment(name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
     """
     built_in = ENVIRONMENTS.get(name)
     if "." not in name and ":" not in name and built_in is None:
-        hint = did_you_mean(name, ENVIRONMENTS, "built in are")
-        raise EpisodeError(f"function: unknown environment {name!r}; {hint} (your own is ./my_file.py:f)")
+        hint = did_you_mean(name, ENVIRONMENTS, "built in:")
+        raise EpisodeError(f"function: unknown environment {name!r}; {hint} (write your own as ./my_file.py:f)")
     if built_in and built_in.package and find_spec(name) is None:
         raise EpisodeError(f"function: {name} is not installed: pip install {built_in.package}")
     try:
@@ -245,7 +245,7 @@ def find_environment(name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
     is_async = inspect.iscoroutinefunction(function)
     if not is_async and not inspect.isgeneratorfunction(function) and not _is_class(function):
         raise EpisodeError(
-            f"function: {name!r} is no environment: a generator function f(problem, ...) that yields "
+            f"function: {name!r} is not an environment: a generator function f(problem, ...) that yields "
             "replies, an async function f(problem, say, ...), or a class with reset(problem) and step(text)"
         )
     positional = [] if _is_class(function) else [None] * (2 if is_async else 1)
@@ -253,7 +253,7 @@ def find_environment(name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
     try:
         signature.bind(*positional, **args, **_seed_argument(signature.parameters, args, 0))
     except TypeError as error:
-        raise EpisodeError(f"args: {name!r} takes {signature}: {error}") from error
+        raise EpisodeError(f"args: {name!r} has the parameters {signature}: {error}") from error
     if built_in:
         _check_types(function, args)
     if built_in and built_in.check:
@@ -318,7 +318,7 @@ def play(
     if outcome is None:
         return None
     if (number := _finite(outcome)) is None:
-        raise InvalidReply(f"it returned {outcome!r:.100}; an environment returns a finite number, or None")
+        raise InvalidReply(f"it returned {outcome!r:.100}; it must return a finite number, or None")
     return number
 
 
@@ -363,15 +363,15 @@ def as_replies(reply: Any) -> list[Reply]:
     replies = [Reply(text=item) if isinstance(item, str) else item for item in items]
     for item in replies:
         if not isinstance(item, Reply):
-            raise InvalidReply(f"it replied {reply!r:.100}; a reply is a Reply, text, or (at first) None")
+            raise InvalidReply(f"it replied {reply!r:.100}; a reply must be a Reply, text, or (at first) None")
         if not isinstance(item.text, str) or item.role not in ("", "tool", "user"):
-            raise InvalidReply(f"a Reply has a text and the role '', 'tool' or 'user', not {item!r:.200}")
+            raise InvalidReply(f"a Reply must have a text and the role '', 'tool' or 'user', not {item!r:.200}")
         if not isinstance(item.label, str):
-            raise InvalidReply(f"the label of a Reply is a text, not {item.label!r:.100}")
+            raise InvalidReply(f"the label of a Reply must be text, not {item.label!r:.100}")
         if len(replies) > 1 and item.role != "tool":
-            raise InvalidReply(f"several replies at once have the role 'tool', not {item.role!r}")
+            raise InvalidReply(f"several replies at once must have the role 'tool', not {item.role!r}")
         if item.reward is not None and _finite(item.reward) is None:
-            raise InvalidReply(f"the reward of a Reply is a finite number, not {item.reward!r}")
+            raise InvalidReply(f"the reward of a Reply must be a finite number, not {item.reward!r}")
     return [
         replace(
             item,
@@ -429,7 +429,7 @@ class CallThread:
                 on, all later calls raise `TooLong` as well.
         """
         if self.lost:
-            raise TooLong("a call before it has not come back")
+            raise TooLong("an earlier call has not returned")
         result: Future[Any] = Future()
         self._calls.put((function, limit_s, result))
         try:

@@ -68,17 +68,17 @@ def unsupported(config: Any) -> str | None:
         >>> unsupported(LlamaConfig()) is None
         True
         >>> unsupported(GPT2Config())
-        "model_type 'gpt2' is none of llama, qwen2, qwen3"
+        "model_type 'gpt2' is not one of llama, qwen2, qwen3"
     """
     if config.model_type not in FAMILIES:
-        return f"model_type {config.model_type!r} is none of {', '.join(FAMILIES)}"
+        return f"model_type {config.model_type!r} is not one of {', '.join(FAMILIES)}"
     if config.hidden_act != "silu":
         return f"hidden_act {config.hidden_act!r} is not silu"
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
         return "it has sliding-window layers"
     rope = config.rope_parameters
     if rope.get("rope_type", "default") not in ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        return f"rope_parameters {rope} are not one of the types {', '.join(ROPE_TYPES)} over the whole head"
+        return f"rope_parameters {rope}: only the types {', '.join(ROPE_TYPES)} over the whole head are supported"
     if getattr(config, "quantization_config", None) is not None:
         return "its weights are quantized"
     if config.num_attention_heads % config.num_key_value_heads:
@@ -163,7 +163,7 @@ def fitting_weights(
     problems = []
     for name, tensor in weights:
         if name in collected:
-            problems.append(f"{name} came twice")
+            problems.append(f"{name} occurs twice")
         elif name in shapes:
             collected[name] = tensor
             if tuple(tensor.shape) != tuple(shapes[name]):
@@ -492,7 +492,7 @@ def new_gpt(
     check_heads(hidden, heads, kv_heads, head_dim, family)
     kinds = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
     if family not in kinds:
-        raise ConfigError(f"gpt: family {family!r} is none of {', '.join(kinds)}")
+        raise ConfigError(f"gpt: family {family!r} is not one of {', '.join(kinds)}")
     config = AutoConfig.for_model(
         family,
         vocab_size=vocab_size,

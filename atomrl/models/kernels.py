@@ -74,16 +74,16 @@ def load_library(source: Path, what: str) -> ctypes.CDLL | None:
     """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
-        log.warning("%s: no C++ compiler (g++, or CXX), so it runs in PyTorch alone, more slowly", what)
+        log.warning("%s: no C++ compiler (g++, or CXX), using plain PyTorch, which is slower", what)
         return None
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "atomrl"
     try:
         library = ctypes.CDLL(str(build(source, compiler, folder)))
     except (OSError, subprocess.CalledProcessError) as error:
         reason = error.stderr.decode(errors="replace") if isinstance(error, subprocess.CalledProcessError) else error
-        log.warning("%s: PyTorch alone, more slowly; the C++ kernels failed: %s", what, reason)
+        log.warning("%s: the C++ kernels failed, using plain PyTorch, which is slower: %s", what, reason)
         return None
-    log.info("%s: with the C++ kernels %s", what, library._name)
+    log.info("%s: using the C++ kernels %s", what, library._name)
     return library
 
 

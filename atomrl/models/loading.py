@@ -42,7 +42,7 @@ def compute_dtype(name: str | torch.dtype, device: str | torch.device = "cpu") -
     if isinstance(name, torch.dtype):
         return name
     if name not in ("auto", "float32", "bfloat16"):
-        raise ConfigError(f"model.dtype={name!r} is none of auto, float32, bfloat16")
+        raise ConfigError(f"model.dtype={name!r} is not one of auto, float32, bfloat16")
     if name == "float32" or has_bfloat16(torch.device(device).type):
         return torch.float32 if name == "float32" else torch.bfloat16
     if name == "bfloat16":
@@ -61,7 +61,7 @@ def has_bfloat16(device_type: str) -> bool:
 
 @cache
 def _warn_bfloat16(device: str) -> None:
-    log.warning("%s has no bfloat16 instructions and is faster in float32: model.dtype=bfloat16 computes that", device)
+    log.warning("model.dtype=bfloat16: %s has no bfloat16 instructions and is faster in float32", device)
 
 
 def adapted_path(path: str | Path) -> str | None:
@@ -77,7 +77,7 @@ def adapted_path(path: str | Path) -> str | None:
         return None
     base = json.loads(settings.read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not base:
-        raise ConfigError(f"{settings} names no base_model_name_or_path: write the path of the base model there")
+        raise ConfigError(f"{settings} has no base_model_name_or_path: write the path of the base model there")
     return str(base)
 
 
@@ -95,13 +95,13 @@ def resolve_folder(path: str | Path, weights: bool = True) -> Path:
     """Return the folder of a model: `path` itself, or the snapshot of a hub name, downloaded if it is not cached.
 
     Raises:
-        ConfigError: the folder has neither config.json nor adapter_config.json, or `path` is no folder and cannot be
+        ConfigError: the folder has neither config.json nor adapter_config.json, or `path` is not a folder and cannot be
             downloaded.
     """
     folder = Path(path)
     if folder.is_dir():
         if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-            run = f"; it is a run, whose model is {folder / 'model'}" if (folder / "model").is_dir() else ""
+            run = f"; it is a run, and its model is {folder / 'model'}" if (folder / "model").is_dir() else ""
             raise ConfigError(f"model folder {folder} has no config.json{run}")
         return folder
     if folder.is_absolute() or str(path).startswith((".", "~")) or str(path).count("/") > 1:
@@ -110,9 +110,9 @@ def resolve_folder(path: str | Path, weights: bool = True) -> Path:
         return _downloaded(str(path), weights)
     except Exception as error:  # the hub client raises many kinds
         raise ModelNotHere(
-            f"model {str(path)!r} is no folder on this machine ({_looked_in(folder)}), and the Hugging Face hub did "
-            f"not give it: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}. Correct the "
-            "name, or name a folder that has the model (to plan, its config.json is enough)"
+            f"model {str(path)!r} is not a folder on this machine ({_looked_in(folder)}), and downloading it from the "
+            f"Hugging Face hub failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}. "
+            "Correct the name, or give a folder that has the model (for a plan, its config.json is enough)"
         ) from None
 
 
@@ -190,7 +190,7 @@ def load_policy(
         if (folder := resolve_folder(base_path(path), weights=False) / "generation_config.json").is_file():
             policy.generation_config = GenerationConfig.from_pretrained(folder.parent)
     else:
-        log.warning("%s is trained through transformers, not the faster built-in decoder: %s", path, reason)
+        log.warning("%s is trained with transformers, not the faster built-in decoder: %s", path, reason)
         inner = load_transformers(path, weight_dtype, trust_remote_code)
         inner.config.use_cache = False
         policy = HFModel(inner, rounded)
@@ -335,7 +335,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False, model: str
     folder = Path(path) if own else resolve_folder(base_path(path), weights=False)
     if not any(file for pattern in ("tokenizer*", "*.model", "vocab*") for file in folder.glob(pattern)):
         raise ConfigError(
-            f"model {path} has no tokenizer: copy its files into the folder, or name another in model.tokenizer"
+            f"model {path} has no tokenizer: copy its files into the folder, or set another one in model.tokenizer"
         )  # transformers would create an empty one
     message = f"model {path} has no tokenizer that transformers can load"
     with reraise_as(ConfigError, message, ValueError, OSError, KeyError):
@@ -358,7 +358,7 @@ def _fit_tokenizer(tokenizer: Any, config: Any, path: str, model: str) -> None:
     if beyond:
         raise ConfigError(
             f"the tokenizer of {path} has {len(beyond)} tokens (such as {beyond[0]!r}) beyond the {size} embeddings of "
-            f"{model}: take the model's own tokenizer, or resize its embeddings (transformers' resize_token_embeddings)"
+            f"{model}: use the model's own tokenizer, or resize its embeddings (transformers' resize_token_embeddings)"
         )
 
 
@@ -449,7 +449,7 @@ def read_nanogpt(path: str | Path) -> tuple[dict[str, int], dict[str, Tensor]]:
         the prefix that `torch.compile` puts before them, in float32.
 
     Raises:
-        ConfigError: the file does not exist, is no nanoGPT checkpoint, or has more than tensors and plain values.
+        ConfigError: the file does not exist, is not a nanoGPT checkpoint, or has more than tensors and plain values.
             Nothing is executed.
     """
     path = Path(path)
@@ -459,16 +459,17 @@ def read_nanogpt(path: str | Path) -> tuple[dict[str, int], dict[str, Tensor]]:
         tree = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:  # its message advises to load the file without protection
         raise ConfigError(
-            f"{path} was refused: it is no checkpoint, or holds more than tensors and plain values; nothing in it was "
+            f"{path} was refused: it is not a checkpoint, or contains more than tensors and plain values; nothing in "
+            "it was "
             "executed"
         ) from None
     except Exception as error:  # of the archive, of torch, of half a file
         raise ConfigError(f"{path} is not readable as a checkpoint: {type(error).__name__}: {error}") from None
     if not isinstance(tree, dict) or not isinstance(tree.get("model"), dict):
-        raise ConfigError(f"{path} is no checkpoint of nanoGPT: it has no dictionary 'model'")
+        raise ConfigError(f"{path} is not a nanoGPT checkpoint: it has no dictionary 'model'")
     args = tree.get("model_args")
     if not isinstance(args, dict) or any(type(args.get(name)) is not int or args[name] < 1 for name in SIZES):
-        raise ConfigError(f"{path} is no checkpoint of nanoGPT: 'model_args' must have the sizes {', '.join(SIZES)}")
+        raise ConfigError(f"{path} is not a nanoGPT checkpoint: 'model_args' must have the sizes {', '.join(SIZES)}")
     sizes = {name: args[name] for name in SIZES}
     if sizes["n_embd"] % sizes["n_head"]:
         raise ConfigError(f"{path}: n_head={sizes['n_head']} does not divide n_embd={sizes['n_embd']}")
@@ -477,7 +478,7 @@ def read_nanogpt(path: str | Path) -> tuple[dict[str, int], dict[str, Tensor]]:
     weights = {name: tensor for name, tensor in weights.items() if not name.endswith((".attn.bias", ".masked_bias"))}
     odd = [name for name, value in weights.items() if not isinstance(value, Tensor) or not value.is_floating_point()]
     if odd:
-        raise ConfigError(f"{path}: {odd[0]} is no tensor of floating-point numbers")
+        raise ConfigError(f"{path}: {odd[0]} is not a tensor of floating-point numbers")
     return sizes, {name: tensor.float() for name, tensor in weights.items()}
 
 

@@ -53,7 +53,7 @@ def target_names(inner: nn.Module, head: Tensor, config: LoraConfig) -> list[str
         head: its output matrix.
 
     Raises:
-        ConfigError: a name matches no module, or one that is no linear layer or is the output matrix.
+        ConfigError: a name matches no module, or one that is not a linear layer or is the output matrix.
     """
     from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer
 
@@ -61,26 +61,26 @@ def target_names(inner: nn.Module, head: Tensor, config: LoraConfig) -> list[str
     linears = {n for n, m in modules.items() if isinstance(m, nn.Linear | Conv1D) and m.weight is not head}
     short = sorted({name.rpartition(".")[2] for name in linears})
     if experts := [name for name, weight in inner.named_parameters() if weight.dim() > 2 and "expert" in name]:
-        log.warning("model.lora: the weights of experts are no linear layers and get no adapters: %s, ...", experts[0])
+        log.warning("model.lora: the weights of experts are not linear layers and get no adapters: %s, ...", experts[0])
     targets = config.target_modules
     if targets == "all-linear":
         return short
     for target in [targets] if isinstance(targets, str) else targets:
-        key, could = f"model.lora.target_modules: {target!r}", f"linear layers here are {', '.join(short)}"
+        key, could = f"model.lora.target_modules: {target!r}", f"linear layers: {', '.join(short)}"
         if isinstance(targets, str):
-            with reraise_as(ConfigError, f"{key} is no regular expression", re.error):
+            with reraise_as(ConfigError, f"{key} is not a regular expression", re.error):
                 matches = [name for name in modules if re.fullmatch(target, name)]
         else:
             matches = [name for name in modules if f".{name}".endswith(f".{target}")]
         if not matches:
-            raise ConfigError(f"{key} is the name of no module of this model; {could}")
+            raise ConfigError(f"{key} matches no module of this model; {could}")
         for name in matches:
             if name not in linears:
                 module = modules[name]
                 kind = "the output matrix" if getattr(module, "weight", None) is head else type(module).__name__
                 kind = "an embedding" if isinstance(module, nn.Embedding) else kind
                 raise ConfigError(
-                    f"{key}: {name} is {kind}, which is not trained by adapters here; leave it out ({could}), or train "
+                    f"{key}: {name} is {kind}, which does not support adapters; remove it ({could}), or train "
                     "all weights without model.lora"
                 )
     return targets
@@ -93,8 +93,8 @@ def refuse_adapted(path: str | Path) -> None:
 
     if loading.adapted_path(path) is not None:
         raise ConfigError(
-            f"model.path={path} holds adapters, and model.lora would put others onto them, which no folder can hold. "
-            f"Merge them first (atomrl export {path} MERGED) and take model.path=MERGED; or leave out model.lora to "
+            f"model.path={path} has adapters, and new ones on top of them (model.lora) cannot be saved. "
+            f"Merge them first (atomrl export {path} MERGED) and use model.path=MERGED; or remove model.lora to "
             "train all weights"
         )
 
@@ -258,7 +258,7 @@ def merge_adapters(inner: Any, folder: str | Path, dtype: torch.dtype = torch.fl
         if (kind := header.get(QUANTIZATION)) is not None:
             trained_in = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(header.get(QUANTIZED_FROM, ""))
             if kind not in get_args(Quantization) or trained_in is None:
-                raise ConfigError(f"{file}: its header has a {QUANTIZATION} or {QUANTIZED_FROM} that is not known here")
+                raise ConfigError(f"{file}: its header has an unknown {QUANTIZATION} or {QUANTIZED_FROM}")
             of_base = round_as_quantized(inner, inner.get_output_embeddings().weight, kind, trained_in)
     with reraise_as(ConfigError, message, ValueError, RuntimeError, OSError, KeyError):
         model = _peft().PeftModel.from_pretrained(inner, folder)
@@ -275,9 +275,9 @@ def _refuse_tied(inner: nn.Module, embedding: Tensor, folder: str | Path) -> Non
         base = getattr(module, "base_layer", getattr(module, "original_module", None))
         if getattr(base, "weight", None) is embedding:
             raise ConfigError(
-                f"the adapters in {folder} change {name}, and in their base model embedding and output matrix are one "
-                "(tie_word_embeddings): merged, they would change both. Take adapters of the layers between, or of "
-                "a base whose output matrix is its own"
+                f"the adapters in {folder} change {name}, and their base model ties embedding and output matrix "
+                "(tie_word_embeddings): merged, they would change both. Use adapters of other layers, or a base model "
+                "without tied weights"
             )
 
 
@@ -316,7 +316,7 @@ def export(
     """Merge adapters into their base model and write it as a full folder in Hugging Face layout.
 
     Args:
-        adapter_folder: holds adapter_config.json and adapter_model.safetensors.
+        adapter_folder: has adapter_config.json and adapter_model.safetensors.
         folder: folder for the merged model, in the dtype of the base's files.
         base: the base model; None: the one in adapter_config.json.
         trust_remote_code: allow the base's own code to run.
@@ -337,8 +337,8 @@ def export(
     trained_on = _header(file).get(BASE) if file.is_file() else None
     if trained_on not in (None, _identity(base)):
         log.warning(
-            "%s: its files are not those that the adapters in %s were trained on; unless it is the same model written "
-            "anew, what is exported is another policy",
+            "%s: its files differ from those that the adapters in %s were trained on; unless it is the same model "
+            "saved again, the exported model is not the trained policy",
             base, adapter_folder,
         )  # fmt: skip
     own = Path(adapter_folder) if (Path(adapter_folder) / "tokenizer_config.json").is_file() else base

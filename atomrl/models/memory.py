@@ -60,7 +60,7 @@ def planning_shape(path: str | Path, trust_remote_code: bool = False) -> Any:
     """Return a model's config for planning: of a folder its own, of a hub name the table's if it is there.
 
     Raises:
-        ConfigError: the model is no folder, not in the table, and cannot be downloaded.
+        ConfigError: the model is not a folder, not in the table, and cannot be downloaded.
     """
     if not Path(path).is_dir() and (shape := known_shape(path)) is not None:
         return shape

@@ -84,7 +84,7 @@ class QuantizedLinear(nn.Linear):
         scale_state = library.QuantState(
             self.scale_scales, code=_scale_map(self.codes.device), blocksize=SCALE_BLOCK, dtype=torch.float32
         )
-        # As one row: on a CPU, bitsandbytes 0.50 uses wrong scales if the row length is no multiple of the block size.
+        # One row: on a CPU, bitsandbytes 0.50 uses wrong scales unless the row length is a multiple of the block size.
         row = torch.Size((1, self.out_features * self.in_features))
         state = library.QuantState(
             self.scales, row, dtype=dtype, blocksize=BLOCK, quant_type="nf4", offset=self.mean[0], state2=scale_state

@@ -112,12 +112,12 @@ class HFScalar(nn.Module):
 
     def values(self, tokens: Tensor, mask: Tensor, prompt_lengths: Tensor) -> Tensor:
         """Raise ConfigError: these models are not causal."""
-        raise ConfigError(f"critic.path: a {self.config.model_type} model reads whole texts; a critic must be causal")
+        raise ConfigError(f"critic.path: a {self.config.model_type} model is bidirectional; a critic must be causal")
 
     def scores(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """Compute scores, [B] float32."""
         config = self.config.get_text_config()
-        if (pad := config.pad_token_id) is None:  # pad with a token that is no row's last, which has the score
+        if (pad := config.pad_token_id) is None:  # pad with a token that is never a row's last, which has the score
             last = set(tokens.gather(1, lengths[:, None] - 1)[:, 0].tolist())
             config.pad_token_id = next(token for token in range(len(last) + 1) if token not in last)
         try:
@@ -172,7 +172,7 @@ def load_scalar(
         model.compute_dtype = compute if compute != weight_dtype else None
     else:
         if not is_classifier(config):
-            log.warning("%s has no score yet: it starts with a fresh one", path)
+            log.warning("%s has no score head; initializing a new one", path)
         model = HFScalar(load_transformers(path, weight_dtype, trust_remote_code, scalar=True))
     return model.to(device).requires_grad_(trainable)
 
@@ -203,7 +203,7 @@ def scalar_settings(model: ScalarModel, tokenizer: Any) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------------------------
 # A reward model as a reward.
 
-_REMEDY = "put one into that folder as chat_template.jinja, or give the prompt as text"
+_REMEDY = "add one to that folder as chat_template.jinja, or give the prompt as text"
 
 
 class RewardModel:
@@ -220,7 +220,7 @@ class RewardModel:
         trust_remote_code: allow the model's own code to run; a run passes `model.trust_remote_code`.
 
     Raises:
-        ConfigError: the model or tokenizer does not exist, or the model is no classifier or has several labels.
+        ConfigError: the model or tokenizer does not exist, or the model is not a classifier or has several labels.
     """
 
     def __init__(
@@ -236,8 +236,8 @@ class RewardModel:
         if not is_classifier(config):
             kind = (config.architectures or [config.model_type])[0]
             raise ConfigError(
-                f"reward_model: {path} is a {kind}, which gives no score; a run with "
-                "algorithm.name=reward_model makes a reward model of a language model and preferences"
+                f"reward_model: {path} is a {kind}, which has no score head; train a reward model with "
+                "algorithm.name=reward_model"
             )
         if tokens_per_batch < 1:
             raise ConfigError(f"reward_model: tokens_per_batch must be at least 1, not {tokens_per_batch}")
@@ -373,7 +373,7 @@ class Reader:
         if not self._warned:
             self._warned = True
             log.warning(
-                "reward model %s reads at most %d tokens, and %s has %d: the end of such texts is cut off",
+                "reward model %s reads at most %d tokens, and %s has %d: longer texts are truncated",
                 self.path, self.limit, problem.problem_id, len(row),
             )  # fmt: skip
         if self.has_template or not self.makes_pairs:

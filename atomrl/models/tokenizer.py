@@ -82,15 +82,15 @@ def text_tokenizer(name: str, characters: Sequence[str] = ()) -> Any:
         return char_tokenizer(characters)
     if path.suffix in (".pkl", ".pickle"):
         raise ConfigError(
-            f"{name} is a pickle, which can run code when it is opened; give the text that the characters come from "
-            "(--text FILE), or the characters as JSON (--characters FILE)"
+            f"{name} is a pickle, which can run code when it is opened; give the text with the characters (--text "
+            "FILE), or the characters as JSON (--characters FILE)"
         )
     if path.is_file():
         raise ConfigError(f"the tokenizer {name} is a file: give the folder that has it, or a hub name")
     for vocabulary, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
         if (path / vocabulary).is_file() and (path / merges).is_file() and not (path / "tokenizer.json").is_file():
             # tokenizers raises plain exceptions
-            with reraise_as(ConfigError, f"{vocabulary} and {merges} in {path} are no GPT-2 vocabulary", Exception):
+            with reraise_as(ConfigError, f"{vocabulary} and {merges} in {path} are not a GPT-2 vocabulary", Exception):
                 return GPT2Tokenizer(str(path / vocabulary), str(path / merges), pad_token="<|endoftext|>")
     try:
         tokenizer = load_tokenizer(GPT2 if name == "gpt2" and not path.exists() else name)
@@ -145,7 +145,9 @@ def read_characters(path: str | Path) -> dict[str, int]:
     tree = tree.get("stoi", tree) if isinstance(tree, dict) else tree
     ids = {character: index for index, character in enumerate(tree)} if isinstance(tree, list | str) else tree
     if not isinstance(ids, dict) or any(not isinstance(c, str) or len(c) != 1 for c in ids):
-        raise ConfigError(f"--characters {path}: must hold single characters, as a list or as an object of their ids")
+        raise ConfigError(
+            f"--characters {path}: must contain single characters, as a list or as an object of their ids"
+        )
     if sorted(ids.values(), key=str) != sorted(range(len(ids)), key=str):
         raise ConfigError(f"--characters {path}: the ids must be 0 to {len(ids) - 1}, each once")
     return ids

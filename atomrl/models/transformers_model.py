@@ -179,13 +179,13 @@ class HFModel(nn.Module):
         kind = f"model_type {self.config.model_type!r}"
         hidden = self.forward_hidden(tokens)
         if not torch.allclose(hidden[:, :2].float(), self.forward_hidden(tokens[:, :2]).float(), rtol=1e-2, atol=1e-2):
-            raise ConfigError(f"{kind} sees later tokens, so it is no causal language model; choose one that is")
+            raise ConfigError(f"{kind} attends to later tokens, so it is not a causal language model; use a causal one")
         ours = head_logits(hidden, self.head_weight)
         theirs = self.inner(input_ids=tokens).logits.float()
         if not torch.allclose(theirs, ours, rtol=1e-2, atol=1e-2):
             raise ConfigError(
                 f"{kind} changes its logits after the output matrix (a bias, a scale or a soft cap), which the chunked "
-                "log-probs do not know; choose another model"
+                "log-probs do not support; use another model"
             )
         self.streams = streams and self._can_stream()
 
@@ -218,8 +218,8 @@ def check_causal(config: Any, path: object) -> None:
         other |= not any(kind.endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds)
     if other or not known:
         raise ConfigError(
-            f"{path} is a {config.model_type} model ({', '.join(kinds) or 'no architectures'}), which is no causal "
-            "language model: take one whose config.json names a ...ForCausalLM in `architectures`"
+            f"{path} is a {config.model_type} model ({', '.join(kinds) or 'no architectures'}), which is not a causal "
+            "language model: use one whose config.json names a ...ForCausalLM in `architectures`"
         )
 
 

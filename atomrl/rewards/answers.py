@@ -435,7 +435,7 @@ def read_answer(row: Mapping[str, Any]) -> str:
     """
     truth = next((row[name] for name in ("ground_truth", "answer", "answers") if row.get(name) is not None), None)
     if truth is None:
-        raise ValueError("there is no truth: none of the columns ground_truth, answer and answers has a value")
+        raise ValueError("no ground truth: none of the columns ground_truth, answer and answers has a value")
     return require_truth(truth_text(truth).rpartition("####")[2])
 
 

@@ -236,13 +236,13 @@ def missing_column(scorer: Scorer, columns: Collection[str]) -> str | None:
             continue
         how = f"its parameter {name!r} has no default" if name in required else f"it reads {rest}[{name!r}]"
         if scorer.style != "columns":
-            return f"{how}, and it is given {', '.join(sorted(available))}: give it a default, or a value in args"
+            return f"{how}, but it receives only {', '.join(sorted(available))}: give it a default, or a value in args"
         near = nearest(name, columns)
         return (
-            f"it needs a column {name!r} ({how}), and the data have {', '.join(map(repr, columns)) or 'none'}, besides "
-            f"what every reward is given ({', '.join(STANDARD_COLUMNS)}): "
-            + (f"did you mean {near!r}? Else name" if near else "name")
-            + " the column as the data do, give the parameter a default, or a value in args"
+            f"it needs a column {name!r} ({how}), but the data has {', '.join(map(repr, columns)) or 'none'}, besides "
+            f"what every reward receives ({', '.join(STANDARD_COLUMNS)}): "
+            + (f"did you mean {near!r}? Else rename" if near else "rename")
+            + " the parameter to a column of the data, or give it a default or a value in args"
         )
     return None
 
@@ -387,8 +387,8 @@ def _messages_hint(error: BaseException, payload: Mapping[str, Any]) -> str:
     if not (indexed_text and has_texts):
         return ""
     return (
-        "; completions are texts here: read completion in place of completion[0]['content'], or set `completions: "
-        "messages` beside the function in reward.functions, for prompts that are messages (as TRL gives them)"
+        "; completions are strings here: use completion instead of completion[0]['content'], or set `completions: "
+        "messages` for the function in reward.functions, for prompts that are messages (as in TRL)"
     )
 
 
@@ -664,7 +664,7 @@ class _Dispatcher(WorkerPool[_RewardWorker]):
             self._fail(worker.batch, task.scorer, f": importing it took over {LOAD_LIMIT_S:.0f} s")
             return
         completions = f" for {len(task.rows)} completions" if len(task.rows) > 1 else ""
-        limit = f"{task.scorer.timeout_s:g} s{completions} (a larger timeout_s of the reward allows more)"
+        limit = f"{task.scorer.timeout_s:g} s{completions} (raise the reward's timeout_s)"
         self._replace(worker, "timeout", f"over {limit}")
 
     def _replace(self, worker: _RewardWorker, failure: FailureKind, message: str) -> None:

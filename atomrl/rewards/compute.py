@@ -160,7 +160,7 @@ class Rewards:
             lines = [f"\n  {line}" for line in [*unreadable][:20]]
             more = f"\n  and {len(unreadable) - 20} more" if len(unreadable) > 20 else ""
             raise RewardError(
-                f"{len(unreadable)} ground truths cannot be read, so no answer could be right:{''.join(lines)}{more}"
+                f"{len(unreadable)} ground truths cannot be read, so no answer could be correct:{''.join(lines)}{more}"
             )
 
     def try_functions(self, problem: Problem) -> None:
@@ -285,8 +285,8 @@ class Rewards:
                 if (name, failure.kind) not in self._warned:
                     self._warned.add((name, failure.kind))
                     log.warning(
-                        "reward %r has no value for %s: %s: %s (further ones are counted in reward/%s/%s and marked in "
-                        "the rollouts)", name, _describe(item), failure.kind, failure.message, name,
+                        "reward %r has no value for %s: %s: %s (more are counted in reward/%s/%s and marked in the "
+                        "rollouts)", name, _describe(item), failure.kind, failure.message, name,
                         COUNTERS[failure.kind],
                     )  # fmt: skip
             # Stop if it has failed on every completion, of the run so far or of `patience` batches in a row.
@@ -311,7 +311,7 @@ class Rewards:
             hint = "; an environment must return its outcome, a number" if names == ["environment"] else ""
             raise RewardError(
                 f"no completion of {self.patience} batches in a row has a reward: "
-                f"{', '.join(map(repr, names))} returned None for all that did not fail{hint}",
+                f"{', '.join(map(repr, names))} returned None for all others{hint}",
                 scored,
             )
 
@@ -347,7 +347,7 @@ class Rewards:
                 outages.pop(part).answered()
             pauses = [0.0]
             for part, message in away.items():
-                outages.setdefault(part, Outage(f"what the reward {part!r} asks", self.wait_s, "reward.wait_s"))
+                outages.setdefault(part, Outage(f"the service of reward {part!r}", self.wait_s, "reward.wait_s"))
                 try:
                     pauses.append(outages[part].pause_s(message))
                 except ServiceGone as gone:
@@ -586,7 +586,7 @@ class RewardActor:
 
     def _discard(self, actor: Actor | None, reason: str) -> None:
         """Kill the actor; the next call starts another one."""
-        log.warning("%s; another one is started", reason)
+        log.warning("%s; starting another one", reason)
         if actor is not None:
             self.cluster.end(actor)
             self._actor = None

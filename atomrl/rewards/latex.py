@@ -92,7 +92,7 @@ def tamed(expression: Any) -> Any:
 def _defined(expression: Any) -> Any:
     """Return an expression unless it is undefined (NaN or complex infinity)."""
     if expression in (sympy.zoo, sympy.nan):
-        raise UnreadableError("an expression without a value")
+        raise UnreadableError("an undefined expression")
     return expression
 
 
@@ -107,7 +107,7 @@ def _check_power(base: Any, exponent: Any) -> None:
         return
     bits = max(abs(int(base.p)).bit_length(), int(base.q).bit_length())
     if abs(base) != 1 and abs(exponent) * bits > MAX_BITS:
-        raise UnreadableError("a power of too many digits")
+        raise UnreadableError("a power with too many digits")
 
 
 def same(gold: Any, given: Any) -> bool:
@@ -375,11 +375,11 @@ def read_truth(truth: Any) -> str:
     inside = last_boxed(text)
     wanted = text if inside is None else inside
     if _LIST.fullmatch(wanted):
-        raise ValueError(f"ground_truth is a list that is written as text: {truth!r:.200}")
+        raise ValueError(f"ground_truth is a list written as text: {truth!r:.200}")
     require_truth(wanted)
     braces = re.sub(r"\\\\|\\[{}]", "", wanted)
     if braces.count("{") != braces.count("}"):
-        raise ValueError(f"ground_truth is no LaTeX, its braces do not match: {truth!r:.200}")
+        raise ValueError(f"ground_truth is not LaTeX, its braces do not match: {truth!r:.200}")
     if inside is None and _SENTENCE.search(wanted):
         raise ValueError(
             f"ground_truth is a text of several sentences, without an answer in \\boxed{{}}: {truth!r:.200}"

@@ -260,7 +260,7 @@ def cases_of(tests: Any, row: Mapping[str, Any]) -> list[Case]:
     elif isinstance(tests, list) and all(isinstance(one, Mapping) and {"input", "output"} <= {*one} for one in tests):
         cases = [_case(item["input"], item["output"], _function_of(item, row)) for item in tests]
     else:
-        raise ValueError(f"these are no tests of a program (docs/guides/rewards.md#code): {str(tests)[:200]!r}")
+        raise ValueError(f"these are not tests of a program (docs/guides/rewards.md#code): {str(tests)[:200]!r}")
     if not cases:
         raise ValueError("there are no tests")
     return cases
@@ -289,7 +289,7 @@ def _case(given: Any, wanted: Any, name: str | None) -> Case:
     if isinstance(given, str):  # one argument per line
         given = [_parsed(line) for line in given.splitlines() if line.strip()]
     if not isinstance(given, list | tuple):
-        raise ValueError(f"what {name} is called with must be a list of its arguments: {given!r:.200}")
+        raise ValueError(f"the input of {name} must be a list of its arguments: {given!r:.200}")
     wanted = _parsed(wanted) if isinstance(wanted, str) else wanted
     return Case(source=_CALL.format(args=json.dumps(given), wanted=json.dumps(wanted), name=name))
 
@@ -307,7 +307,7 @@ def _require_test(source: str) -> None:
     try:
         tree = ast.parse(source)
     except SyntaxError as error:
-        raise ValueError(f"a test is no Python: {error}: {source[:200]!r}") from error
+        raise ValueError(f"a test is not Python: {error}: {source[:200]!r}") from error
     if all(isinstance(node, ast.Expr) and not isinstance(node.value, ast.Call) for node in tree.body):
         raise ValueError(f"a test asserts nothing: {source[:200]!r}")
 
@@ -415,7 +415,7 @@ def code(
     limits = Limits(cpu_s=math.ceil(case_s), wall_s=2 * case_s + 1, memory_mb=memory_mb)
     rows = {**columns, "ground_truth": ground_truth}
     if test_column not in rows:
-        raise ValueError(f"test_column: there is no column {test_column!r}; there are {', '.join(rows)}")
+        raise ValueError(f"test_column: there is no column {test_column!r}; columns: {', '.join(rows)}")
     scores: list[float | NoScore] = []
     for index, completion in enumerate(completions):
         row = {name: column[index] for name, column in rows.items()}
@@ -475,6 +475,6 @@ def _score(verdicts: Sequence[Verdict], cases: int, all_or_nothing: bool, total_
     if all_or_nothing and any(kind != "passed" for kind in kinds):
         return 0.0
     if len(kinds) < cases and "timeout" not in kinds:
-        more = "a larger total_s, and timeout_s, allow more"
+        more = "raise total_s and timeout_s"
         return NoScore("timeout", f"{cases} tests took over {total_s:g} s, though none was slow ({more})")
     return kinds.count("passed") / cases

@@ -46,9 +46,13 @@ def _check_url(url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("must be the address of a service: http://HOST:PORT/PATH")
     if parts.username or parts.password:
-        raise ValueError("must hold no password; name the environment variable that has it: headers_env or api_key_env")
+        raise ValueError(
+            "must not contain a password; name the environment variable that has it: headers_env or api_key_env"
+        )
     if mask_secrets(url) != url:
-        raise ValueError("must hold no key; name the environment variable that has it: headers_env or api_key_env")
+        raise ValueError(
+            "must not contain a key; name the environment variable that has it: headers_env or api_key_env"
+        )
     return url
 
 
@@ -174,7 +178,7 @@ class RewardService(BaseModel, ABC):
         try:
             results = future.result()
         except CancelledError:
-            raise RuntimeError(f"{self.endpoint}: closed while it was asked") from None
+            raise RuntimeError(f"{self.endpoint}: closed during a request") from None
         except BaseException:
             future.cancel()
             raise
@@ -227,7 +231,7 @@ class RewardService(BaseModel, ABC):
                     answer = read(_parse_json(await self.attempt(content, again=sent > 1), self.endpoint))
                 except RetryableError as problem:
                     if problem.fault == "invalid" and not self._answers:
-                        raise RewardStop(f"reward: {problem}; it has never answered as it should") from None
+                        raise RewardStop(f"reward: {problem}; it has never returned a valid answer") from None
                     if problem.fault and self._answers > answers_before:
                         faults += 1
                         if faults > (1 if problem.fault == "timeout" else self.retries):
@@ -326,7 +330,7 @@ def _from_environment(variable: str) -> str:
     if not value:
         raise RewardError(f"the environment variable {variable} is not set; it has the key of a reward's service")
     if not (value.isascii() and value.isprintable()):
-        raise RewardError(f"the environment variable {variable} has characters that no header can have")
+        raise RewardError(f"the environment variable {variable} has characters that a header cannot contain")
     return value
 
 
@@ -335,7 +339,7 @@ def _parse_json(answer: bytes, endpoint: str) -> Any:
         return json.loads(answer)
     except (ValueError, RecursionError) as error:
         shown = answer[:100].decode(errors="replace")
-        message = f"{endpoint}: the answer is no JSON ({error}): {shown!r}"
+        message = f"{endpoint}: the answer is not JSON ({error}): {shown!r}"
         raise RetryableError(message, served=True, fault="invalid") from None
 
 
@@ -464,7 +468,7 @@ class LLMJudge(RewardService):
     @classmethod
     def _has_the_completion(cls, prompt: str) -> str:
         if "completion" not in names_in(prompt):
-            raise ValueError("must have {completion} where the completion is to stand")
+            raise ValueError("must have {completion} where the completion goes")
         return prompt
 
     @field_validator("score_format")
@@ -582,7 +586,7 @@ class LLMJudge(RewardService):
             choice = answer["choices"][0]
             return choice["message"]["content"], choice.get("finish_reason")
         except (KeyError, IndexError, TypeError, AttributeError):
-            message = f"{self.endpoint}: the answer is no completion: {repr(answer)[:200]}"
+            message = f"{self.endpoint}: the answer is not a completion: {repr(answer)[:200]}"
             raise RetryableError(message, served=True, fault="invalid") from None
 
     async def attempt(self, content: bytes, again: bool) -> bytes:
@@ -616,11 +620,13 @@ class LLMJudge(RewardService):
     def _check_budget(self, max_cost: float) -> None:
         """Raise RewardStop if a request that costs up to `max_cost` could exceed `max_requests` or `max_cost`."""
         if self.max_requests is not None and self._counts["requests"] >= self.max_requests:
-            raise RewardStop(f"reward 'llm_judge': max_requests={self.max_requests} have been sent; raise it to go on")
+            raise RewardStop(
+                f"reward 'llm_judge': max_requests={self.max_requests} have been sent; raise it to continue"
+            )
         if self._exceeds_budget(max_cost):
             raise RewardStop(
-                f"reward 'llm_judge': max_cost={self.max_cost:g} could be passed: {self._cost:.6g} is spent, and the "
-                f"next request may cost {max_cost:.6g}; raise it to go on"
+                f"reward 'llm_judge': max_cost={self.max_cost:g} could be exceeded: {self._cost:.6g} is spent, and the "
+                f"next request may cost {max_cost:.6g}; raise it to continue"
             )
 
     def _exceeds_budget(self, max_cost: float) -> bool:
@@ -638,7 +644,7 @@ class LLMJudge(RewardService):
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
             if not self._warned:
                 self._warned = True
-                log.warning("%s answers without usage: such requests are counted at their highest cost", self.endpoint)
+                log.warning("%s answers without usage: such requests are counted at their maximum cost", self.endpoint)
             return max_cost
         self._counts["judge_input_tokens"] += used[0]
         self._counts["judge_output_tokens"] += used[1]
@@ -680,12 +686,12 @@ def score_in(text: Any, score_format: str) -> float:
         ValueError: has several scores
     """
     if not isinstance(text, str):
-        raise ValueError("is no text")
+        raise ValueError("is not text")
     if score_format == "json":
         reply = json.loads(text) if text.strip() else None
         score = reply.get("score") if isinstance(reply, dict) else None
         if isinstance(score, bool) or not isinstance(score, int | float):
-            raise ValueError('is no JSON object with a number as "score"')
+            raise ValueError('is not a JSON object with a number as "score"')
         return float(score)
     before, _, after = score_format.partition("{score}")
     # `_NUMBER` ends with a look-ahead that rejects a longer number; a suffix in the format makes it unnecessary.

@@ -93,7 +93,7 @@ def truth_problem(name: str, row: Row, args: Mapping[str, Any] | None = None) ->
 
     Example:
         >>> truth_problem("gsm8k", {"ground_truth": "many"})
-        "reward 'gsm8k' cannot read it: ground_truth is no number: 'many'"
+        "reward 'gsm8k' cannot read it: ground_truth is not a number: 'many'"
     """
     try:
         if name in TRUTHS:
@@ -118,8 +118,8 @@ def find_reward(name: str) -> AnyReward:
     if name in REWARDS:
         return REWARDS[name]
     if "." not in name and ":" not in name and name not in CLASSES:
-        hint = did_you_mean(name, [*REWARDS, *CLASSES], "built in are")
-        raise RewardError(f"unknown reward {name!r}; {hint} (your own is named my_module.f or ./my_file.py:f)")
+        hint = did_you_mean(name, [*REWARDS, *CLASSES], "built in:")
+        raise RewardError(f"unknown reward {name!r}; {hint} (write your own as my_module.f or ./my_file.py:f)")
     try:
         return find_function(CLASSES.get(name, name))
     except ValueError as error:

@@ -127,7 +127,7 @@ def number_truth(truth: Any) -> Fraction:
     """
     wanted = parse_number(truth_text(truth).rpartition("####")[2].strip().removesuffix("."))
     if wanted is None:
-        raise ValueError(f"ground_truth is no number: {truth!r:.200}")
+        raise ValueError(f"ground_truth is not a number: {truth!r:.200}")
     return wanted
 
 
@@ -412,10 +412,10 @@ def right_answers(truth: Any) -> list[str]:
     truths = truth.tolist() if hasattr(truth, "tolist") else truth  # an array, as pandas reads a list from Parquet
     texts = truths if isinstance(truths, list | tuple) else [truths]
     if not texts or not all(isinstance(text, str | int | float) for text in texts):
-        raise TypeError(f"ground_truth must be text, or a list of right answers, not {truth!r:.100}")
+        raise TypeError(f"ground_truth must be text, or a list of correct answers, not {truth!r:.100}")
     answers = [truth_text(text) for text in texts]
     if isinstance(truths, str) and re.fullmatch(r"\s*\[\s*[\"'].*[\"']\s*\]\s*", truths, re.DOTALL):
-        raise ValueError(f"ground_truth is a list that is written as text: {truth!r:.100}")
+        raise ValueError(f"ground_truth is a list written as text: {truth!r:.100}")
     if empty := next((text for text in answers if not normalised(text)), None):
-        raise ValueError(f"ground_truth has nothing but punctuation: {empty!r:.100}")
+        raise ValueError(f"ground_truth has only punctuation: {empty!r:.100}")
     return answers

@@ -64,7 +64,7 @@ class Remote:
 
     def _refuse(self, *_: Any) -> Any:
         self._channel.misused = True
-        raise NoValue("an object of the solution's own class is no value that could be judged")
+        raise NoValue("an object of the solution's own class cannot be judged")
 
     __bool__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __contains__ = _refuse
     __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __float__ = __int__ = _refuse

@@ -137,13 +137,13 @@ def check(sandbox: Any) -> None:
         SandboxError: the name is unknown, a package is missing, or the system does not allow it.
     """
     if sandbox not in get_args(Sandbox):
-        raise SandboxError(f"unknown sandbox {sandbox!r}; {did_you_mean(str(sandbox), get_args(Sandbox), 'there are')}")
+        raise SandboxError(f"unknown sandbox {sandbox!r}; {did_you_mean(str(sandbox), get_args(Sandbox), 'valid:')}")
     if sandbox in WORKING:
         return
     if (reason := _failure(sandbox)) is not None:
         raise SandboxError(
-            f"what a model writes cannot be run safely here: {reason}. To run it without any safety, write `sandbox: "
-            "none` (docs/guides/sandbox.md)"
+            f"code from a model cannot be run safely here: {reason}. To run it without a sandbox, set `sandbox: none` "
+            "(docs/guides/sandbox.md)"
         )
     WORKING.add(sandbox)
 
@@ -151,7 +151,7 @@ def check(sandbox: Any) -> None:
 def _failure(sandbox: Sandbox) -> str | None:
     """Return the reason why the sandbox does not work, or None if it does."""
     if sandbox == "none":
-        log.warning("sandbox: none: what the model writes runs as you, with your files, your keys and your network")
+        log.warning("sandbox: none: the model's code runs as you, with access to your files, keys and network")
         return None
     try:
         result = _run({"main.py": "print(6 * 7)"}, sealed(b""), Limits(), sandbox)
@@ -161,7 +161,7 @@ def _failure(sandbox: Sandbox) -> str | None:
         return str(error)
     if result.stdout.strip() == "42":
         return None
-    return f"a program that prints 42 printed {result.stdout!r}, and said: {result.stderr.strip()[-500:]}"
+    return f"a program that prints 42 printed {result.stdout!r}; stderr: {result.stderr.strip()[-500:]}"
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def _require_ran(*boxes: Box) -> None:
         with suppress(subprocess.TimeoutExpired):
             box.process.wait(1.0)
             if box.exit_code() is None:
-                raise SandboxError("bubblewrap could not run a program beside its tests")
+                raise SandboxError("bubblewrap could not run a program together with its tests")
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ def rows_of(table: TokenTable) -> tuple[RowBatch, dict[str, Tensor]]:
         ValueError: no outputs were recorded, because the algorithm has an update of its own.
     """
     if "logprobs" not in table.tokens:
-        raise ValueError(f"the record of step {table.step} has no log-probs of the update, and cannot be replayed")
+        raise ValueError(f"the record of step {table.step} has no log-probs of the update and cannot be replayed")
     longest = int(table.rows["lengths"].max())
     columns = {name: _widened(torch.as_tensor(column)) for name, column in table.rows.items()}
     columns |= {name: _padded(table, name, longest) for name in table.tokens}
@@ -131,9 +131,7 @@ def _check(algorithm: PolicyObjective, rows: RowBatch, outputs: dict[str, Tensor
     missing = sorted(name for name in inputs if getattr(rows, name, None) is None and name not in outputs)
     missing += sorted(set(algorithm.outputs) - OUTPUTS)
     if missing:
-        raise ValueError(
-            f"this objective reads {', '.join(missing)}, which the run did not compute: there is no record of it"
-        )
+        raise ValueError(f"this objective reads {', '.join(missing)}, which the run did not record")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -230,11 +228,11 @@ def degenerate_completions(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]
     guess = answers[0][0] if answers else ""
     texts: dict[str, Callable[[Row], str]] = {
         "nothing": lambda row: "",
-        "the prompt again": lambda row: _text(row.get("prompt")),
-        "the commonest completion": lambda row: common,
-        "one completion that earned most, for all": lambda row: str(best.get("completion", "")) if best else "",
-        "the commonest answer alone": lambda row: guess,
-        "the commonest answer, boxed": lambda row: f"\\boxed{{{guess}}}",
+        "the prompt repeated": lambda row: _text(row.get("prompt")),
+        "the most common completion": lambda row: common,
+        "the highest-scoring completion, for all": lambda row: str(best.get("completion", "")) if best else "",
+        "only the most common answer": lambda row: guess,
+        "the most common answer, boxed": lambda row: f"\\boxed{{{guess}}}",
         "every number from 0 to 99": lambda row: " ".join(map(str, range(100))),
     }
     return {name: [dict(row, completion=text(row)) for row in chosen] for name, text in texts.items()}

@@ -65,7 +65,7 @@ class Range(Section):
         if self.low >= self.high or (self.log and self.low <= 0):
             raise ValueError(f"low={self.low} must be below high={self.high}{' and above 0' if self.log else ''}")
         if self.step is not None and (self.log or not self.is_integer):
-            raise ValueError("step is for whole numbers without log")
+            raise ValueError("step needs whole numbers without log")
         return self
 
     @property
@@ -113,7 +113,7 @@ def read_space(path: str | Path, config: RunConfig) -> Space:
     """
     tree = read_yaml(path)
     if not tree:
-        raise ConfigError(f"{path}: name keys, each with {FORMS}")
+        raise ConfigError(f"{path}: must contain keys, each with {FORMS}")
     space = Space({str(key): _domain(f"{path}: {key}", value) for key, value in tree.items()})
     for values in space.ends():
         try:
@@ -235,7 +235,7 @@ def tune(config: RunConfig, space: Space, settings: Settings, log: Callable[[str
         log(f"trial {trial.number}: {end}  {text}")
     done = study.get_trials(states=[TrialState.COMPLETE])
     if not done:
-        raise ConfigError(f"no trial of {settings.folder} came to its end; look into its runs")
+        raise ConfigError(f"no trial of {settings.folder} finished; see the logs of its runs")
     done.sort(key=lambda trial: -(trial.value or 0.0))
     return _finals(config, space, settings, [(trial.number, trial) for trial in done[:BEST]], log)
 
@@ -273,7 +273,7 @@ def _same_study(config: RunConfig, space: Space, settings: Settings) -> None:
     }
     text = yaml.safe_dump(tree, sort_keys=False)
     if path.exists() and path.read_text(encoding="utf-8") != text:
-        raise ConfigError(f"{settings.folder} is a study of another config, space or metric; name another --out")
+        raise ConfigError(f"{settings.folder} is a study with another config, space or metric; use another --out")
     write_text(path, text)
 
 
@@ -335,7 +335,7 @@ def _points(run: Run, metric: str) -> tuple[Any, Any]:
 
 def _no_metric(run: Run, metric: str) -> ConfigError:
     names = sorted([*run.metrics, *run.evaluations])
-    return ConfigError(f"--metric {metric}: {run.path} has none; {did_you_mean(metric, names, 'it has')}")
+    return ConfigError(f"--metric {metric}: {run.path} has none; {did_you_mean(metric, names, 'it has:')}")
 
 
 def _finished(folder: Path) -> bool:
@@ -387,7 +387,7 @@ def wait_until_free(folder: Path) -> None:
     while (process := lock_owner(folder)) is not None:
         if time.monotonic() > deadline:
             who = f"process {process}" if process else "a process of another container"
-            raise ConfigError(f"{who} is writing the run {folder}: end it, or let it end, and begin again")
+            raise ConfigError(f"{who} is writing the run {folder}: stop it, or wait for it, and start again")
         time.sleep(POLL_S)
 
 
@@ -439,7 +439,7 @@ def _finals(
     result: dict[str, Any] = {"seeds": seeds, "finals": finals, "metric": settings.metric, "winner": winner}
     base = finals["as_it_is"]
     if winner is None or None in base:
-        result |= {"better": False, "note": "not all runs of the finals came to their end"}
+        result |= {"better": False, "note": "not all runs of the finals finished"}
     else:
         gains = [(a or 0.0) - (b or 0.0) for a, b in zip(complete[winner], base, strict=True)]
         gain, half = statistics.fmean(gains), half_width(gains)

@@ -463,7 +463,9 @@ class CollectiveReference:
                 yield name, tensor
         except RuntimeError as error:
             _joined.clear()
-            raise TransferBroken(f"the broadcast of weights of version {self.version} broke off: {error}") from None
+            raise TransferBroken(
+                f"the broadcast of weights of version {self.version} was interrupted: {error}"
+            ) from None
 
     def _process_group(self) -> Any:
         """Return the process group; join it the first time."""

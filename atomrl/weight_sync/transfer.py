@@ -103,7 +103,7 @@ class InProcessTransfer:
         try:
             compare(held, base, update.version)
         except WeightMismatch as different:
-            log.info("the weights beneath the adapters are sent to the engine: %s", different)
+            log.info("sending the base weights of the adapters to the engine: %s", different)
             return None
         return base
 
@@ -183,7 +183,7 @@ def compare(held: Iterable[WeightHash], expected: Mapping[tuple[str, torch.dtype
         >>> compare(held[1:], {("b", torch.float32): 2}, version=7)
         Traceback (most recent call last):
         ...
-        atomrl.weight_sync.transfer.WeightMismatch: replica 2 has not the weights of version 7: b differs
+        atomrl.weight_sync.transfer.WeightMismatch: replica 2 does not have the weights of version 7: b differs
     """
     by_holder: dict[str, list[WeightHash]] = {}
     for weight in held:
@@ -202,7 +202,7 @@ def compare(held: Iterable[WeightHash], expected: Mapping[tuple[str, torch.dtype
         if problems:
             shown = [problems[name] for name in sorted(problems)[:4]]
             more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
-            raise WeightMismatch(f"{holder} has not the weights of version {version}: {', '.join(shown)}{more}")
+            raise WeightMismatch(f"{holder} does not have the weights of version {version}: {', '.join(shown)}{more}")
 
 
 def checked_update(update: WeightUpdate, shapes: Mapping[str, tuple[int, ...]]) -> WeightUpdate:
@@ -226,7 +226,7 @@ def checked_update(update: WeightUpdate, shapes: Mapping[str, tuple[int, ...]]) 
         (rank, inputs), (outputs, same_rank), shape = adapter.a.shape, adapter.b.shape, shapes.get(name)
         # GPT-2 stores its linear layers as [in, out].
         if rank != same_rank or shape not in ((outputs, inputs), (inputs, outputs)):
-            there = f"the weight has shape {shape}" if shape else "there is no such weight"
+            there = f"the weight has shape {shape}" if shape else "no such weight exists"
             raise ValueError(
                 f"the weights were refused: adapter of {name} has shapes {tuple(adapter.a.shape)} and "
                 f"{tuple(adapter.b.shape)}; {there}"

@@ -28,7 +28,7 @@ def folder(request, working_directory, model):
 
 
 def test_names_are_checked_before_a_run(folder, capsys, tmp_path):
-    for name, why in (("lm_head", "the output matrix"), ("embed_tokens", "an embedding"), ("q_prog", "of no module")):
+    for name, why in (("lm_head", "the output matrix"), ("embed_tokens", "an embedding"), ("q_prog", "no module of")):
         for more in ([], ["backend={type: fsdp, ranks: 2}"]):
             assert main(["train", "c.yaml", f"model.lora.target_modules=[q_proj,{name}]", "--dry-run", *more]) == 2
             assert name in (said := capsys.readouterr().err.splitlines()[-1]) and why in said
@@ -57,7 +57,7 @@ def test_an_engine_without_adapters_is_refused_before_models_are_loaded(working_
 def test_adapters_are_put_onto_no_adapters(folder, capsys, tmp_path):
     save_adapters(load_policy("model", lora=LoraConfig(rank=2)), tmp_path / "first")
     assert main(["train", "c.yaml", "model.path=first"]) == 2
-    assert "model.path=first holds adapters" in (said := capsys.readouterr().err) and "atomrl export first" in said
+    assert "model.path=first has adapters" in (said := capsys.readouterr().err) and "atomrl export first" in said
     assert not (tmp_path / "runs").exists()
     assert main(["export", "first", "merged"]) == 0
     for path in (["model.path=merged"], ["model.path=first", "model.lora=null"]):

@@ -37,8 +37,8 @@ def test_the_greatest_disagreement_is_first():
 def test_hacks_solve_nothing():
     rows = [{"prompt": p, "completion": c, "ground_truth": g, "reward": 1.0} for p, c, g in ("axA", "byB", "ayB")]
     counts = degenerate_completions(rows)
-    assert [row["completion"] for row in counts["the prompt again"]] == ["a", "b"]
-    assert {row["completion"] for row in counts["the commonest completion"]} == {"y"}
+    assert [row["completion"] for row in counts["the prompt repeated"]] == ["a", "b"]
+    assert {row["completion"] for row in counts["the most common completion"]} == {"y"}
     assert {row["completion"] for row in counts["nothing"]} == {""}
 
 

@@ -236,7 +236,7 @@ def test_export_mistakes(capsys, tmp_path):
     assert model in fails(capsys, ["generate", tmp_path / "run", "--prompt", "x"])
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    assert "exists already" in fails(capsys, ["export", tmp_path, tmp_path / "full"])
+    assert "already exists" in fails(capsys, ["export", tmp_path, tmp_path / "full"])
 
 
 def test_ctrl_c_says_how_to_go_on(capsys, config, monkeypatch):

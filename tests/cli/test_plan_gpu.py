@@ -98,7 +98,7 @@ def test_the_measured_rates_of_engines(changes, tokens_a_second):
 def test_an_engine_without_a_decode_time_gets_that_of_hf(capsys, monkeypatch):
     monkeypatch.setitem(ENGINES, "mine", FakeEngine)
     assert main(["plan", str(CONFIG), "--gpu", "H200", "rollout.engine=mine"]) == 0
-    assert "rollout.engine=mine: a decode step is that of hf" in capsys.readouterr().out
+    assert "rollout.engine=mine: a decode step is estimated: as hf" in capsys.readouterr().out
     assert FakeEngine.decode_time.layer_s == HFEngine.decode_time.layer_s
 
 

@@ -240,7 +240,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(train):
         (["backend.replicas=3"], "replicas=3 does not divide ranks=2"),
         (["backend.sequence=3"], "sequence=3 does not divide ranks=2"),
         (["backend.sequence=2", "model.pack_rows=false"], "set model.pack_rows"),
-        (["backend.tensor=2", "model.lora={}", "model.quantization=nf4"], "a quantised base is not cut"),
+        (["backend.tensor=2", "model.lora={}", "model.quantization=nf4"], "a quantised base model cannot be sharded"),
         (["cluster.ranks=2"], "did you mean 'backend.ranks'"),
     ],
 )
@@ -268,7 +268,7 @@ def test_a_run_says_how_many_ranks_it_has_and_that_a_launcher_was_asked_for_more
     for name, value in {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     code, said = train("run", "train.steps=1", "eval.before=false", "eval.after=false")
-    assert code == 0 and "\nranks: 1\n" in said.err and "and started one, so this run has 1 rank" in caplog.text
+    assert code == 0 and "\nranks: 1\n" in said.err and "but started one, so this run has 1 rank" in caplog.text
     caplog.clear()
     code, said = train("run", "backend.type=fsdp", "backend.ranks=2", "--dry-run")
     assert "ranks   2, started by this run" in said.out and "several processes" not in caplog.text
@@ -278,7 +278,7 @@ def test_a_checkpoint_of_one_process_is_refused_before_ranks_are_started(train, 
     assert train("one", "train.steps=2", "eval.before=false")[0] == 0
     monkeypatch.setattr("atomrl.trainer.base.build_trainer", lambda *given: pytest.fail("it was begun"))
     code, said = train("one", "backend.type=fsdp", "backend.ranks=2", "--resume")
-    assert code == 2 and "is no checkpoint of several ranks; go on without the section backend" in said.err
+    assert code == 2 and "is not a checkpoint of several ranks; resume without the section backend" in said.err
 
 
 def test_a_dry_run_has_the_memory_of_a_rank(train):
@@ -303,6 +303,6 @@ def test_a_launcher_that_started_another_number_is_named(train, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("atomrl.common.processes.die_with_parent", lambda parent: None)
     code, said = train("run", "backend.type=fsdp", "backend.ranks=2", "--dry-run")
-    assert code == 2 and "backend.ranks=2, and the launcher started 4" in said.err
+    assert code == 2 and "backend.ranks=2, but the launcher started 4" in said.err
     code, said = train("run", "--dry-run")
     assert code == 2 and "backend.type=fsdp" in said.err

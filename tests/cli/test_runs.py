@@ -368,7 +368,7 @@ def test_a_short_context_needs_no_options(folder, capsys):
     rows = [json.loads(line) for line in (folder / "r.jsonl").read_text().splitlines()]
     assert all(row["prompt_tokens"] + row["completion_tokens"] <= 24 for row in rows)
     error = fails(capsys, "eval", "short", "--data", "eval.jsonl", "--max-tokens", "30", "--out", "r.json")
-    assert "passes the model's context of 24" in error
+    assert "exceeds the model's context of 24" in error
 
 
 def test_dry_run_says_everything_and_writes_nothing(folder, capsys):
@@ -421,7 +421,7 @@ def test_a_model_that_writes_no_text_is_refused_at_once(architecture, kind, fold
         command, *more = more
         error = fails(capsys, command, "c.yaml", *more, *changes)
         assert "model.path: other is a " in error and f"({architecture})" in error and "ForCausalLM" in error
-    assert "no causal language model" in fails(capsys, "generate", "other", "--prompt", "1")
+    assert "not a causal language model" in fails(capsys, "generate", "other", "--prompt", "1")
     assert not (folder / "runs").exists()
 
 

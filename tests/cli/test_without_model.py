@@ -41,7 +41,7 @@ def test_data_and_batches_are_checked_without_it(config, kind, capsys):
     for command, code in ((["train", "c.yaml", "--dry-run"], 0), (["plan", "c.yaml"], 2)):
         assert main(command) == code  # a plan that cannot say whether it fits does not pass for one that does
         said = capsys.readouterr().out
-        assert "model 'nobody/nothing-7b' is no folder on this machine" in said and "not checked without it" in said
+        assert "model 'nobody/nothing-7b' is not a folder on this machine" in said and "not checked without it" in said
         assert "train: 1 problems" in said and "a step: " in said
 
 
@@ -62,7 +62,7 @@ def test_mistakes_are_reported_without_the_model(config, row, more, words, capsy
 def test_a_run_of_it_is_refused(config, capsys):
     config("rl")
     assert main(["train", "c.yaml"]) == 2 and main(["plan", "c.yaml", "--probe"]) == 2
-    assert capsys.readouterr().err.count("model.path: model 'nobody/nothing-7b' is no folder on this machine") == 2
+    assert capsys.readouterr().err.count("model.path: model 'nobody/nothing-7b' is not a folder on this machine") == 2
 
 
 def test_a_folder_that_is_not_there_is_an_error(config, capsys):

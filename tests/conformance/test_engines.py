@@ -502,7 +502,7 @@ def test_bad_prompts_and_settings_are_refused(make_engine, plain_folder):
         generate(engine, prompts_of([5]), SamplingParams(stop=("",)))
     request = requests_of(prompts_of([5])[0], SamplingParams())[0]
     engine.submit([request])
-    with pytest.raises(ValueError, match="there already"):
+    with pytest.raises(ValueError, match="already exists"):
         engine.submit([request])
     engine.abort()
     assert engine.poll() == []  # nothing of what was refused has stayed

@@ -112,7 +112,7 @@ def test_a_folder_that_is_no_token_folder(text, tmp_path):
         with pytest.raises(DataError, match=f"{message}.*atomrl data prepare"):
             TokenFolder(path)
     prepared(text, out)
-    with pytest.raises(ValueError, match="exists already"):
+    with pytest.raises(ValueError, match="already exists"):
         prepared(text, out)
     with pytest.raises(DataError, match="fraction"):
         prepared(text, tmp_path / "other", 1.5)

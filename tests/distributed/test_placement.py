@@ -147,9 +147,9 @@ def test_a_dry_run_says_who_goes_where(folder, capsys):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["cluster.replicas=100000"], "cluster: there is room for"),
+        (["cluster.replicas=100000"], "cluster: room for only"),
         (["cluster.placement=split", "model.device=cuda"], "model.device=cuda"),
-        (["cluster.resources.rollout.num_gpus=1"], "there is room for 0 of 1 rollout actors (1 CPUs, 1 GPUs each)"),
+        (["cluster.resources.rollout.num_gpus=1"], "room for only 0 of 1 rollout actors (1 CPUs, 1 GPUs each)"),
         (
             ["cluster.resources.rollout.num_gpus=1.5"],
             "num_gpus=1.5: an actor gets a fraction of one GPU, or whole ones",
@@ -160,11 +160,11 @@ def test_a_dry_run_says_who_goes_where(folder, capsys):
             "cluster.resources.reward: this run (grpo) does not use the reward reward_model",
         ),
         ([*PPO, "cluster.resources.critic={}"], "needs cluster.resources.trainer too"),
-        (["cluster.address=127.0.0.1:1"], "cluster.address=127.0.0.1:1: no cluster can be reached there"),
+        (["cluster.address=127.0.0.1:1"], "cluster.address=127.0.0.1:1: cannot reach a cluster"),
         (["cluster.address=ray"], "cluster.address=ray: must be auto, or HOST:PORT"),
         (["cluster.address=local"], "cluster.address=local: must be auto, or HOST:PORT"),
         (["cluster.address=ray://a:10001"], "cluster.address=ray://a:10001: must be auto, or HOST:PORT"),
-        (["cluster.address=127.0.0.1:99999"], "cluster.address=127.0.0.1:99999: no cluster can be reached there"),
+        (["cluster.address=127.0.0.1:99999"], "cluster.address=127.0.0.1:99999: cannot reach a cluster"),
         (["cluster.resources.judge={}"], "cluster.resources.judge"),
         (["cluster.resources.rollout.num_cpus=-1"], "cluster.resources.rollout.num_cpus"),
         (["cluster.resources.rollout=2"], "cluster.resources.rollout"),
@@ -189,7 +189,7 @@ def test_shares_beyond_a_gpu_are_refused(folder, capsys, monkeypatch, settings):
     shares = ["cluster.resources.trainer.num_gpus=0.6", "cluster.resources.rollout.num_gpus=0.5"]
     assert main(["train", *config(folder, "refused"), *settings, *shares, "--dry-run"]) == 2
     printed = capsys.readouterr().err
-    assert "there is room for 0 of" in printed and "cluster.resources.rollout say what is asked for" in printed
+    assert "room for only 0 of" in printed and "cluster.resources.rollout set what is requested" in printed
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
@@ -205,7 +205,7 @@ def test_addresses_without_a_ray_cluster_are_refused(folder, capsys, answer):
         Thread(target=serve, daemon=True).start()
         address = f"cluster.address=127.0.0.1:{server.getsockname()[1]}"
         assert main(["train", *config(folder, "refused"), address, "--dry-run"]) == 2
-        assert f"{address}: what listens there is no Ray cluster" in capsys.readouterr().err
+        assert f"{address}: the server there is not a Ray cluster" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ def test_a_role_with_a_custom_resource_starts_where_that_is(folder, capsys, head
             assert cluster.call(actor, "node") == other.node_id
     run = [*config(folder, "engines"), f"cluster.address={head.address}", f"cluster.resources={json.dumps(given)}"]
     assert main(["train", *run, "cluster.replicas=3", "--dry-run"]) == 2
-    assert "there is room for 2 of 3 rollout actors" in capsys.readouterr().err
+    assert "room for only 2 of 3 rollout actors" in capsys.readouterr().err
     assert main(["train", *run, "cluster.replicas=2", "train.steps=1"]) == 0
 
 
@@ -312,7 +312,7 @@ def test_a_node_goes_and_the_run_ends_and_goes_on(tmp_path, nodes):
         run.until_step(2)
         cluster.remove_node(going)
         assert run.process.wait(300) == 2
-        assert "there is room for 0 of 1 rollout actors" in run.log.read_text()
+        assert "room for only 0 of 1 rollout actors" in run.log.read_text()
         cluster.add_node(num_cpus=2)
         run = TrainingRun(tmp_path, "run", *arguments, "--resume")
         assert run.process.wait(300) == 0

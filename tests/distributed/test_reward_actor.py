@@ -147,4 +147,4 @@ def test_a_dry_run_says_where_it_goes_and_what_finds_no_room(folder, capsys):
     shown = capsys.readouterr()
     assert "reward" in shown.out + shown.err
     assert train(folder, "much", "cluster.resources.reward={num_cpus: 10000}", "--dry-run") == 2
-    assert "there is room for 0 of 1 reward actors" in capsys.readouterr().err
+    assert "room for only 0 of 1 reward actors" in capsys.readouterr().err

@@ -157,7 +157,7 @@ def test_a_damaged_weight_is_found_and_named(engine, place):
     transfer = InProcessTransfer(Trainer(engine.weight_shapes()), engine)
     transfer(1)
     (place / "flag").write_text("damages")
-    message = r"rollout \d \(pid \d+ on 127.0.0.1\) has not the weights of version 2: model.norm.weight differs"
+    message = r"rollout \d \(pid \d+ on 127.0.0.1\) does not have the weights of version 2: model.norm.weight differs"
     with pytest.raises(WeightMismatch, match=message):
         transfer(2)
 

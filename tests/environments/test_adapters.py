@@ -72,7 +72,7 @@ LAKE = {"id": "FrozenLake-v1", "actions": ["left", "Down", "right", "up"], "args
     ("search_r1", {"topk": 2.5}, "args.topk: Input should be a valid integer"),
     ("gymnasium", {**LAKE, "role": "assistant"}, "args.role: Input should be '', 'tool' or 'user', not 'assistant'"),
     ("gymnasium", {**LAKE, "id": "FrozenLke-v1"}, "args: id: .*FrozenLake"),
-    ("gymnasium", {**LAKE, "actions": []}, "args: actions: name them all"),
+    ("gymnasium", {**LAKE, "actions": []}, "args: actions: name all of them"),
     ("gymnasium", {**LAKE, "actions": "left"}, "args.actions: "),
 ])  # fmt: skip
 def test_args_that_are_wrong_are_refused_before_the_run(name, args, words):

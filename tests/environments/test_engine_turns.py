@@ -154,7 +154,7 @@ def test_requests_that_are_refused_leave_nothing_behind(made, tokenizer):
             with pytest.raises(ValueError, match=words):
                 generate(episodes, [good, prompt], SAMPLING)
             assert is_clean(engine, episodes)
-        with pytest.raises(ValueError, match="is there already"):
+        with pytest.raises(ValueError, match="already exists"):
             episodes.submit(requests_of(good, SAMPLING) * 2)
         assert is_clean(engine, episodes)
         assert len(generate(episodes, [good], SAMPLING)) == 4

@@ -73,8 +73,8 @@ def test_a_search_waits_until_its_service_answers(retriever, deed, caplog):
         assert "who?" in first.reply.text and "where?" in second.reply.text and second.failure is None
         assert len(pool.workers) == 1
         assert said(pool, key, "<answer>me</answer>").failure is None
-    assert "is away (" in caplog.text and "environment.wait_s=600" in caplog.text
-    assert "answers again, after" in caplog.text
+    assert "is unavailable (" in caplog.text and "environment.wait_s=600" in caplog.text
+    assert "is available again after" in caplog.text
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
@@ -112,7 +112,7 @@ def test_a_service_that_comes_back():
 
 
 @pytest.mark.parametrize(("deed", "words"), [
-    (answer({"result": [[{"contents": None}]]}), "no list of documents"), (answer(5), "no list of documents"),
+    (answer({"result": [[{"contents": None}]]}), "not a list of documents"), (answer(5), "not a list of documents"),
     (send(b"no such route", 404), "HTTP 404: no such route"), (send(b"who?", 401), "HTTP 401: who"),
     (send(b"bad", 422), "HTTP 422: bad"),
 ])  # fmt: skip
@@ -148,7 +148,7 @@ def test_messages_about_an_outage(caplog):
     with pytest.raises(ServiceGone, match=r"\(environment.wait_s=60\): HTTP 503.*--resume"):
         outage.pause_s("HTTP 503")
     outage.answered()
-    assert outage.pause_s("HTTP 503") < 1 and "answers again, after 60 s" in caplog.text
+    assert outage.pause_s("HTTP 503") < 1 and "is available again after 60 s" in caplog.text
 
 
 def raised(function):

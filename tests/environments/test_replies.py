@@ -98,15 +98,15 @@ def test_replies_that_a_template_refuses_are_refused_with_the_reason(template):
     if template in TOOL_ROLE:
         replies.check("tool")
     else:
-        with pytest.raises(ValueError, match=r"role 'tool': the chat template refuses it .* (alternate|only user)"):
+        with pytest.raises(ValueError, match=r"role 'tool': the chat template rejects it .* (alternate|only user)"):
             replies.check("tool")
 
 
 @pytest.mark.parametrize("template, reason", [
     (None, "no chat template"),
     ("{% for m in messages %}{% if m.role != 'tool' %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}", "leaves"),
-    ("{{ messages|length }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}", "does not keep"),
-    ("{% for m in messages[-1:] %}<|{{ m.role }}|>{{ m.content }}{% endfor %}", "does not keep"),
+    ("{{ messages|length }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}", "changes the messages"),
+    ("{% for m in messages[-1:] %}<|{{ m.role }}|>{{ m.content }}{% endfor %}", "changes the messages"),
 ])  # fmt: skip
 def test_templates_that_do_not_keep_prefixes_are_refused(template, reason):
     tokenizer = make_tiny_tokenizer()
@@ -123,7 +123,7 @@ def test_a_template_that_changes_the_message_that_is_no_longer_the_last_is_warne
         "\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     (warning,) = ReplyTokens(tokenizer).check("user")
-    assert "writes what came before otherwise" in warning
+    assert "renders earlier messages differently" in warning
 
 
 PROPERTIES = {"text": {"type": "string", "description": "t"}, "number": {"type": "integer", "description": "n"}}

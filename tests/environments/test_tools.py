@@ -104,9 +104,9 @@ def test_calls_of_one_turn_run_at_the_same_time_and_are_answered_in_order():
     item, row = played(config, calls, "Good.")
     answers = ["A came", "Error: divide: ZeroDivisionError: division by zero", "B came", "C came"]
     assert item.episode.turns[0].labels == ("meet", "error", "meet", "meet", "invalid", "invalid")
-    problem = "it is no JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
+    problem = "it is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
     last = [f"Error: the call of a tool cannot be read: {problem}"]
-    last += ["Error: there is no tool 'nobody'; there are: meet, divide"]
+    last += ["Error: there is no tool 'nobody'; tools: meet, divide"]
     whole = conversation(config, assistant(calls), *map(result, answers + last), assistant("Good."))
     assert row == whole.rstrip("\n")
 
@@ -122,11 +122,11 @@ def test_calls_of_one_turn_run_at_the_same_time_and_are_answered_in_order():
     (called("shop", item="tea"), "shop", "tea: 3 EUR"),
     ('<tool_call>{"name": "divide"', "invalid", "cannot be read"),
     (called("circle"), "error", "Error: circle: ValueError: Circular reference"),
-    (called("wordless"), "error", "Error: wordless: Unprintable: (its words raise ValueError)"),
+    (called("wordless"), "error", "Error: wordless: Unprintable: (its __str__ raises ValueError)"),
     (called("numbers", values=["\ud800", float("nan")]), "numbers", "2 \ufffd"),
     (f'<tool_call>{{"name": "numbers", "arguments": {{"values": {"[" * 3000}', "invalid", "cannot be read"),
-    ('<tool_call>[1]</tool_call>', "invalid", 'no object with a "name"'),
-    ('<tool_call>{"name": "divide", "arguments": 3}</tool_call>', "invalid", "arguments are no JSON object"),
+    ('<tool_call>[1]</tool_call>', "invalid", 'not an object with a "name"'),
+    ('<tool_call>{"name": "divide", "arguments": 3}</tool_call>', "invalid", "arguments are not a JSON object"),
 ])  # fmt: skip
 def test_the_model_is_told_the_fault_of_its_call(call, label, words):
     tools = [f"{PATH}.{name}" for name in ("divide", "weather", "slow", "circle", "wordless", "numbers")]
@@ -203,7 +203,7 @@ def test_programs_that_outlast_the_environments_limit_are_warned_of(seconds, sai
 @pytest.mark.parametrize("tool, said", [("down", "the service is down"), ("gives_up", "the service is silent")])
 def test_a_tool_whose_service_stays_away_ends_the_run(tool, said):
     config = config_of(f"{PATH}.{tool}", environment={"function": "tools", "wait_s": 0})
-    with pytest.raises(EpisodeError, match=rf"away for .*environment.wait_s=0\): ConnectionError: .*{said}"):
+    with pytest.raises(EpisodeError, match=rf"unavailable for .*environment.wait_s=0\): ConnectionError: .*{said}"):
         played(config, called(tool, **({"query": "x"} if tool == "down" else {})), "So.")
 
 
@@ -265,8 +265,8 @@ def test_an_object_is_one_threads_and_its_calls_keep_their_order():
     late = {"function": f"{PATH}.Notes", "timeout_s": 0.3}
     calls = called("note", word="x") + called("note", word="y", seconds=60) + called("note", word="z")
     item, row = played(config_of(late, reward={}), calls, "So.")
-    assert item.episode.turns[0].labels == ("note", "timeout", "timeout") and "has not come back" in row
-    assert item.episode.failure == "error" and "has not come back" in item.episode.message
+    assert item.episode.turns[0].labels == ("note", "timeout", "timeout") and "has not returned" in row
+    assert item.episode.failure == "error" and "has not returned" in item.episode.message
 
 
 def test_a_class_is_made_for_each_episode_and_gives_the_reward():
@@ -398,15 +398,15 @@ def test_a_tokenizer_that_brings_a_response_template():
     ([f"{PATH}.nothing_said"], {}, "qwen2.5", "nothing_said' cannot be a tool: .* no docstring"),
     ([f"{PATH}.absent"], {}, "qwen2.5", "no function 'absent'"),
     ([{"function": f"{PATH}.shop", "args": {"curency": "EUR"}}], {}, "qwen2.5", "unexpected keyword .*curency"),
-    ([f"{PATH}.weather", f"{PATH}.weather"], {}, "qwen2.5", "two tools of the name 'weather'"),
+    ([f"{PATH}.weather", f"{PATH}.weather"], {}, "qwen2.5", "two tools have the name 'weather'"),
     (["pathlib.Path"], {}, "qwen2.5", "without a method reset"),
-    ([f"{PATH}.weather"], {}, "gemma", "leaves tools out"),
+    ([f"{PATH}.weather"], {}, "gemma", "ignores tools"),
     ([f"{PATH}.weather"], {"reward": {}}, "qwen2.5", "tools only give a reward"),
     ([f"{PATH}.weather"], {"data": {"train": "t", "chat_template": "none"}}, "qwen2.5", "cannot be added to prompts"),
     ([{"mcp": ["/no/such/command"]}], {}, "qwen2.5", "the MCP server /no/such/command: it cannot be reached"),
     ([{"mcp": "http://127.0.0.1:9", "headers_env": {"A": "NO_SUCH_VAR"}}], {}, "qwen2.5", "NO_SUCH_VAR is not set"),
     ([f"{PATH}.Bare"], {}, "qwen2.5", r"^tools: '[\w.]+Bare' has no tools"),
-    ([f"{PATH}.Rowless"], {}, "qwen2.5", r"reset is given the row, .* unexpected keyword argument 'prompt'"),
+    ([f"{PATH}.Rowless"], {}, "qwen2.5", r"reset must accept the row, .* unexpected keyword argument 'prompt'"),
     ([f"{PATH}.Rewardless"], {"reward": {}}, "qwen2.5", "tools only give a reward"),
     ([{"function": "atomrl.sandbox.running.python", "args": {"sandbox": "none", "timeout_s": 0}}], {}, "qwen2.5",
      "timeout_s is a number above 0, not 0"),

@@ -107,8 +107,8 @@ def test_an_environment_that_goes_on_after_the_last_turn_has_the_outcome_0(funct
     ("cancelled", "error", "CancelledError: a task was cancelled"),
     ("NoStart", "error", "OSError: no such game"),
     ("odd_label", "invalid", "label"),
-    ("early_reward", "invalid", "no turn"),
-    ("two_at_once", "invalid", "before the model had answered"),
+    ("early_reward", "invalid", "not had a turn"),
+    ("two_at_once", "invalid", "before the model answered"),
 ])  # fmt: skip
 def test_what_goes_wrong_is_said_at_once(function, failure, words):
     with make_pool(function) as pool:
@@ -124,11 +124,11 @@ def test_what_goes_wrong_is_said_at_once(function, failure, words):
 
 
 @pytest.mark.parametrize("function, args, failure, words", [
-    ("nan_reward", {}, "invalid", "the reward of a Reply is a finite number, not nan"),
-    *[("odd_outcome", {"kind": kind}, "invalid", "returns a finite number, or None")
+    ("nan_reward", {}, "invalid", "the reward of a Reply must be a finite number, not nan"),
+    *[("odd_outcome", {"kind": kind}, "invalid", "must return a finite number, or None")
       for kind in ("nan", "inf", "text", "list", "huge", "complex", "reply")],
     ("long_message", {}, "error", "RuntimeError: \ufffd\u00e9"),
-    ("no_words", {}, "error", "Unprintable: (its words raise ValueError)"),
+    ("no_words", {}, "error", "Unprintable: (its __str__ raises ValueError)"),
     ("nothing_at_all", {}, "invalid", "it replied []"), ("mixed", {}, "invalid", "several replies at once"),
     ("deep", {}, "error", "RecursionError"), ("exits", {}, "error", "SystemExit: 0"),
     ("interrupts", {}, "error", "KeyboardInterrupt"),

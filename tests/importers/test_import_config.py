@@ -325,7 +325,7 @@ def test_what_has_no_counterpart_is_listed_and_nothing_else() -> None:
 def test_processes_multiply_trls_batches() -> None:
     config = read("trl_lora.py", processes=8).config
     assert (config.rollout.prompts_per_step, config.train.rows_per_update) == (4 * 8 * 8 // 8, 4 * 8 * 4)
-    with pytest.raises(ConfigError, match="is of TRL"):
+    with pytest.raises(ConfigError, match="option for TRL"):
         read("verl_dapo.sh", processes=8)
 
 
@@ -343,7 +343,9 @@ def test_processes_of_several_machines(tmp_path: Path) -> None:
     (tmp_path / "zero3.yaml").write_text("num_processes: 4\ndistributed_type: DEEPSPEED\n")
     assert rows("accelerate launch --config_file zero3.yaml") == 4 * 8
     several = trl(tmp_path, "", "torchrun --nproc_per_node gpu")
-    assert several.config.train.rows_per_update == 8 and several.report().startswith("1 GPU: the script does not say")
+    assert several.config.train.rows_per_update == 8 and several.report().startswith(
+        "1 GPU: the script does not set the number"
+    )
 
 
 def losses(tmp_path: Path, text: str) -> tuple[list[dict[str, object]], Imported]:
@@ -394,7 +396,7 @@ def test_the_library_is_recognised_or_asked_for(tmp_path: Path) -> None:
 def test_the_tokens_that_trl_sft_trains_on_are_reported(tmp_path: Path) -> None:
     text = "SFTConfig(packing=True, dataset_text_field='text')\nSFTTrainer('m')"
     report = import_config(written(tmp_path, "a.py", text), "trl").report()
-    assert "TRL all, of every role" in report and "block of max_length" in report and "`pretrain`" in report
+    assert "TRL those of all roles" in report and "block of max_length" in report and "`pretrain`" in report
 
 
 def test_a_reward_model_comes_before_the_functions_as_its_weight_does(tmp_path: Path) -> None:
@@ -406,7 +408,7 @@ def test_a_reward_model_comes_before_the_functions_as_its_weight_does(tmp_path: 
     [one] = trl(tmp_path, "--reward_funcs pkg.f --reward_weights 0.5").tree["reward"]["functions"]
     assert one == {"function": "pkg.f", "completions": "messages", "weight": 0.5}
     other = trl(tmp_path, f"{given} --reward_weights 0.5 2.0")
-    assert "reward_weights=[0.5, 2.0] are not as many" in other.report()
+    assert "reward_weights=[0.5, 2.0] do not match" in other.report()
     assert all("weight" not in one for one in other.tree["reward"]["functions"])
 
 
@@ -471,8 +473,8 @@ def written(tmp_path: Path, name: str, text: str) -> Path:
         ("verl", "a.sh", "main_ppo algorithm.adv_estimator=optimal_token_baseline", "adv_estimator"),
         ("verl", "a.sh", f"main_ppo {LOSS_MODE}=new algorithm.adv_estimator=grpo", "gspo"),
         ("verl", "a.sh", "echo 'nothing here'", "no command with key=value"),
-        ("verl", "a.yaml", "data: {train: a.jsonl}\nalgorithm: {name: grpo}", "no config of verl's"),
-        ("verl", "a.sh", 'run a.b="never closed', "is not closed"),
+        ("verl", "a.yaml", "data: {train: a.jsonl}\nalgorithm: {name: grpo}", "not a config of verl"),
+        ("verl", "a.sh", 'run a.b="never closed', "unclosed quote"),
         (
             "verl",
             "a.sh",
@@ -481,9 +483,9 @@ def written(tmp_path: Path, name: str, text: str) -> Path:
         ),
         ("trl", "a.py", "GRPOConfig(loss_type='luspo')", "loss_type=luspo"),
         ("trl", "a.py", "GRPOConfig(loss_type='cispo')", "epsilon_high"),
-        ("trl", "a.py", "GRPOConfig(num_generations=16)", "no multiple of num_generations=16"),
+        ("trl", "a.py", "GRPOConfig(num_generations=16)", "not a multiple of num_generations=16"),
         ("trl", "a.py", "def broken(:", "a.py:1: not valid Python"),
-        ("trl", "a.py", "print()", "no GRPOTrainer"),
+        ("trl", "a.py", "print()", "not call GRPOTrainer"),
         ("trl", "a.py", "SFTConfig(loss_type='dft')", "loss_type=dft"),
         ("trl", "a.py", "SFTConfig(completion_only_loss=False)", "completion_only_loss=False"),
         ("trl", "a.py", "DPOConfig(loss_type=['ipo', 'sigmoid'])", "a run has one score"),
@@ -496,10 +498,10 @@ def written(tmp_path: Path, name: str, text: str) -> Path:
         ("trl", "a.py", "RewardConfig()\nRewardTrainer('m', peft_config=LoraConfig(r=8))", "use_peft=True"),
         ("trl", "a.py", "GRPOConfig(use_adaptive_entropy=True)", "use_adaptive_entropy=True"),
         ("trl", "a.py", "GRPOConfig(epsilon='wide')", "epsilon=wide is not a number"),
-        ("trl", "a.py", "GRPOConfig(num_generations=2.5)", "num_generations=2.5 is no whole number"),
+        ("trl", "a.py", "GRPOConfig(num_generations=2.5)", "num_generations=2.5 is not a whole number"),
         ("verl", "a.sh", "run algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=$N", "rollout.n"),
         ("verl", "a.sh", "run algorithm.adv_estimator=grpo algorithm.rollout_is=True", "rollout_correction.rollout_is"),
-        ("openrlhf", "a.py", "print()", "name the script"),
+        ("openrlhf", "a.py", "print()", "give the script"),
         ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --agent_func_path agent.py", "agent_func_path=agent.py"),
         ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --vllm_is_truncated_threshold 2 {TIS_ON}", "not 2 numbers"),
         ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --policy_loss_type gspo {TIS_ON}", "is_correction_enable"),
@@ -537,9 +539,9 @@ def written(tmp_path: Path, name: str, text: str) -> Path:
                 ("use_vllm", "'$VLLM'"),
             )
         ),
-        ("trl", "a.yaml", "num_generations: 0", "num_generations=0 is not 1 at least"),
-        ("trl", "a.yaml", "num_generations: 8\nreward_funcs: 3", "a.yaml says what cannot be read"),
-        ("trl", "a.yaml", f"{GRPO_YAML}\nreport_to: 5", "a.yaml says what cannot be read"),
+        ("trl", "a.yaml", "num_generations: 0", "num_generations=0 is not at least 1"),
+        ("trl", "a.yaml", "num_generations: 8\nreward_funcs: 3", "a.yaml cannot be read"),
+        ("trl", "a.yaml", f"{GRPO_YAML}\nreport_to: 5", "a.yaml cannot be read"),
         ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --init_kl_coef abc", "init_coef=abc is not a number"),
         ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --temperature", "temperature=True is not a number"),
         ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --use_kl_loss $KL", "neither true nor false"),
@@ -687,7 +689,7 @@ def test_words_of_a_script(text: str, words: list[str]) -> None:
 def test_a_condition_on_one_line_is_one() -> None:
     script = read_script('if [ "$big" ]; then n=2; else n=1; fi\nm=3\nm=4\nrun $n $m', "s.sh")
     assert script.commands == [["run", "1", "4"]]
-    assert script.notes == ["n is set under a condition: '1' was taken, the last"]
+    assert script.notes == ["n is set under a condition: the last value, '1', was used"]
 
 
 def test_commands_on_one_line_are_several(tmp_path: Path) -> None:
@@ -726,7 +728,7 @@ def test_a_flag_with_no_before_it_is_off(tmp_path: Path) -> None:
 def test_values_set_in_a_condition_are_reported() -> None:
     script = read_script('n=1\nif [ "$big" ]; then\nn=2\nfi\nrun $n', "s.sh")
     assert script.commands == [["run", "2"]]
-    assert script.notes == ["n is set under a condition: '2' was taken, the last"]
+    assert script.notes == ["n is set under a condition: the last value, '2', was used"]
 
 
 @pytest.mark.parametrize(
@@ -758,7 +760,7 @@ def test_commands_that_were_not_taken_are_counted(tmp_path: Path) -> None:
     trl = "trl grpo --model_name_or_path a --num_generations 8 --reward_funcs a.b\ntrl grpo --model_name_or_path b"
     for library, script in (("verl", f"{VERL}\nrun algorithm.adv_estimator=grpo"), ("trl", trl)):
         said = import_config(written(tmp_path, "a.sh", script), library).yaml()
-        assert "a.sh has 2 such commands; the one with most keys was taken" in said
+        assert "a.sh has 2 such commands; the one with the most keys was used" in said
 
 
 def test_trl_options_by_epoch_are_reported(tmp_path: Path) -> None:
@@ -787,7 +789,7 @@ def test_references_of_a_yaml_file_are_followed(tmp_path: Path) -> None:
         imported = import_config(written(tmp_path, "a.yaml", text.replace("switch: false", f"switch: {on}")), "verl")
         assert imported.tree["algorithm"]["kl"]["coefficient"] == coefficient
     assert imported.config.run_name == "p-x"
-    assert "trainer.default_local_dir=${oc.env:HOME}/o stays as it is written" in imported.approximated
+    assert "trainer.default_local_dir=${oc.env:HOME}/o was copied as written" in imported.approximated
 
 
 def test_one_name_of_a_module_is_a_list_of_one(tmp_path: Path) -> None:

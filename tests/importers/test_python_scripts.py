@@ -63,7 +63,7 @@ def test_output_folders_may_be_known_only_at_run_time(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text("import sys\nGRPOConfig(sys.argv[1], report_to=[t for t in trackers])\nGRPOTrainer('m')")
     said = import_config(path, "trl")
-    assert any("train.py:2: GRPOConfig(output_dir=sys.argv[1]) is no literal" in line for line in said.approximated)
+    assert any("train.py:2: GRPOConfig(output_dir=sys.argv[1]) is not a literal" in line for line in said.approximated)
 
 
 def read(
@@ -194,7 +194,7 @@ def test_every_argument_is_translated_or_has_a_reason(tmp_path: Path) -> None:
     imported = read(tmp_path, f"a = GRPOConfig({idle}, {used})", args="a")
     names = {line.partition("=")[0] for line in imported.without_counterpart}
     assert names == {part.partition("=")[0].strip() for part in idle.split(", ")}
-    assert all(line.endswith(")") and "knows no such key" not in line for line in imported.without_counterpart)
+    assert all(line.endswith(")") and "known to AtomRL" not in line for line in imported.without_counterpart)
     config = imported.config
     assert (config.train.optimizer, config.train.min_lr_ratio, config.model.device) == ("paged_adamw8bit", 0.1, "cpu")
     assert config.rollout.stop == ("###",) and config.rollout.gpu_memory_utilization == 0.4
@@ -208,7 +208,7 @@ def test_no_argument_of_transformers_is_unknown(tmp_path: Path) -> None:
     for trainer, config in (("GRPOTrainer", "GRPOConfig"), ("SFTTrainer", "SFTConfig"), ("DPOTrainer", "DPOConfig")):
         given = ", ".join(f"{name}={value!r}" for name, value in plain.items())
         imported = read(tmp_path, f"a = {config}({given})", trainer, args="a")
-        assert not any("knows no such key" in line or "nothing here" in line for line in imported.without_counterpart)
+        assert not any("known to AtomRL" in line or "not used here" in line for line in imported.without_counterpart)
 
 
 # ---- Rows ----
@@ -241,8 +241,8 @@ def test_rows_that_the_text_says(lines: str, data: dict[str, object], tmp_path: 
     ("d = d.filter(lambda r: r['level'] > 3)", "train.py:5: d.filter"),
     ("d = d.map(lambda r: {'prompt': 'Q: ' + r['q']})", "train.py:5: d.map"),
     ("d = d.map(tokenize, batched=True)", "train.py:5: d.map"),
-    ("d = d.shuffle(seed=1).select(range(9))", "train.py:5: .*shuffled before"),
-    ("d = d.select([1, 5])", "keeps certain rows"),
+    ("d = d.shuffle(seed=1).select(range(9))", "train.py:5: .*shuffled first"),
+    ("d = d.select([1, 5])", "selects rows"),
     ("d = d.train_test_split(0.1)['train']", "split at random"),
     ("d = make_rows()", "train.py:6: the rows d are made when the script runs"),
 ])  # fmt: skip
@@ -349,10 +349,10 @@ def test_rows_that_a_script_makes_into_messages_reach_its_rewards_so(tmp_path: P
 
 @pytest.mark.parametrize(("text", "words"), [
     ("def g(completions, completion_ids, **kwargs): ...", "train.py:4: g takes completion_ids"),
-    ("def g(completions): ...", r"train.py:4: g takes no \*\*kwargs"),
+    ("def g(completions): ...", r"train.py:4: g does not accept \*\*kwargs"),
     ("for k in range(3):\n    pass\ndef g(completions, **kwargs):\n    return k", "train.py:7: k, which the rewards"),
     ("def g(completions, **kwargs):\n    return score(completions)", "train.py:5: score is not defined"),
-    ("from elsewhere.rewards import g", "train.py:5: the reward elsewhere.rewards.g is of a module"),
+    ("from elsewhere.rewards import g", "train.py:5: the reward elsewhere.rewards.g is in a module"),
 ])  # fmt: skip
 def test_names_missing_from_a_copy_are_reported_with_their_line(text: str, words: str, tmp_path: Path) -> None:
     imported, _ = rewards(tmp_path, text, "g")
@@ -439,7 +439,9 @@ def test_arguments_of_argparse_have_defaults(tmp_path: Path) -> None:
     given = {"args": "config", "model": "args.name"}
     imported = read(tmp_path, text.format(""), **given)
     assert imported.tree["train"]["learning_rate"] == 2e-6
-    assert any("args.learning_rate is of the command line: its default 2e-06" in line for line in imported.approximated)
+    assert any(
+        "args.learning_rate is from the command line: its default 2e-06" in line for line in imported.approximated
+    )
     imported = read(tmp_path, text.format(""), command=("--learning-rate", "3e-6", "--other", "1"), **given)
     assert imported.tree["train"]["learning_rate"] == 3e-6 and any("--other=1" in line for line in imported.to_do)
     with pytest.raises(ConfigError, match=r"args\.steps"):

@@ -134,10 +134,10 @@ def make_bad(folder):
     (folder / "renamed" / "tokenizer.json").write_text(json.dumps(tokens))
     (folder / "empty").mkdir()
     return {
-        "nowhere": "hub did not give it",
+        "nowhere": "hub failed",
         "empty": "has no config.json",
         "labels": "labels has 2 labels; a critic needs one",
-        "gpt2": "gpt2 cannot be used as a critic: model_type 'gpt2' is none of",
+        "gpt2": "gpt2 cannot be used as a critic: model_type 'gpt2' is not one of",
         "wider": "wider must have the vocabulary of the policy model",
         "renamed": "renamed must have the vocabulary of the policy model",
     }

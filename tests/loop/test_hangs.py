@@ -165,7 +165,7 @@ def test_a_run_that_blocks_ends_with_its_name_and_can_be_gone_on_with(what, tmp_
     assert done.returncode == HUNG, done.stderr
     assert f"error: {name} has made no progress for 1 s (train.timeout_s)" in done.stderr
     assert "in stuck" in done.stderr, "the stacks of all threads"
-    assert "A run goes on from its newest checkpoint with --resume" in done.stderr
+    assert "Use --resume to continue from the newest checkpoint" in done.stderr
     if what == "trainer":  # one is enough: it was killed, as far as the folder is concerned
         done = run(1000, "--resume", "train.timeout_s=3600")
         assert done.returncode == 0, done.stderr

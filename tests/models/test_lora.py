@@ -132,7 +132,7 @@ def test_another_base_of_the_same_shapes_is_said(tmp_path, caplog):
     export(tmp_path / "adapter", tmp_path / "same", base=tmp_path / "moved")
     assert not caplog.records
     export(tmp_path / "adapter", tmp_path / "merged", base=other)
-    assert "are not those that the adapters" in caplog.text
+    assert "differ from those that the adapters" in caplog.text
 
 
 def test_reference_is_the_model_without_adapters(base):
@@ -176,14 +176,14 @@ def test_unknown_target(tmp_path):
     [
         (["q_proj", "lm_head"], "lm_head"),
         (["lm_head"], "lm_head"),
-        (".*(q_proj|lm_head)", "lm_head is the output matrix|is the name of no module"),
-        (["embed_tokens", "q_proj"], "embed_tokens is an embedding, which is not trained by adapters"),
+        (".*(q_proj|lm_head)", "lm_head is the output matrix|matches no module"),
+        (["embed_tokens", "q_proj"], "embed_tokens is an embedding, which does not support adapters"),
         (["model.embed_tokens"], "embed_tokens is an embedding"),
-        (["q_proj", "c_attn"], "'c_attn' is the name of no module of this model; linear layers here are down_proj"),
+        (["q_proj", "c_attn"], "'c_attn' matches no module of this model; linear layers: down_proj"),
         (["norm"], "model.norm is RMSNorm"),
         (["self_attn"], "self_attn is Attention"),
-        ("(q_proj", "is no regular expression"),
-        ("q_proj", "'q_proj' is the name of no module"),
+        ("(q_proj", "is not a regular expression"),
+        ("q_proj", "'q_proj' matches no module"),
         ([], "target_modules"),
     ],
 )
@@ -215,7 +215,7 @@ def test_names_paths_and_expressions(tmp_path, targets, layers):
 
 def test_experts_without_adapters_are_said(tmp_path, caplog):
     load_policy(make_tiny_model(tmp_path, "qwen3_moe"), lora=LoraConfig())
-    assert "the weights of experts are no linear layers and get no adapters" in caplog.text
+    assert "the weights of experts are not linear layers and get no adapters" in caplog.text
 
 
 @pytest.mark.parametrize("tied", [True, False])

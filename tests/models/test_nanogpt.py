@@ -85,7 +85,7 @@ def test_the_base_of_reinforcement_learning(folder, caplog):
     }
     (folder / "c.yaml").write_text(yaml.safe_dump(config))
     assert main(["train", "c.yaml"]) == 0
-    assert "using the hf engine" in caplog.text and "is trained through transformers" in caplog.text
+    assert "using the hf engine" in caplog.text and "is trained with transformers" in caplog.text
     metrics = [json.loads(line) for line in (folder / "runs" / "rl" / "metrics.jsonl").read_text().splitlines()]
     assert metrics[-1]["training/rollout_probs_diff_max"] < 1e-4 and metrics[-1]["actor/grad_norm"] > 0
     trained = AutoModelForCausalLM.from_pretrained(folder / "runs" / "rl" / "model").state_dict()
@@ -155,7 +155,7 @@ def test_what_is_no_checkpoint(folder, capsys):
         (checkpoint | {"model_args": sizes | {"n_layer": 1}}, "transformer.h.1.ln_1.weight is unexpected"),
         (checkpoint | {"model_args": sizes | {"n_layer": 3}}, "transformer.h.2.ln_1.weight is missing"),
         (checkpoint | {"model_args": sizes | {"block_size": 8}}, "wpe.weight has shape (16, 32), not (8, 32)"),
-        (checkpoint | {"model": weights | {"transformer.ln_f.weight": "x"}}, "transformer.ln_f.weight is no tensor"),
+        (checkpoint | {"model": weights | {"transformer.ln_f.weight": "x"}}, "transformer.ln_f.weight is not a tensor"),
         (checkpoint | {"model": {}}, "and 7 more"),
     ):
         torch.save(tree, "bad.pt")
@@ -176,7 +176,7 @@ def test_tokenizers_that_do_not_fit(folder, capsys):
     assert "tokenizer has 262 tokens, but the model" in fails(capsys, "ckpt.pt", "out", "--tokenizer", "large")
     assert main(["import", "ckpt.pt", "--out", "out", "--text", "text.txt"]) == 0
     assert AutoTokenizer.from_pretrained("out")("0")["input_ids"] == [sorted(CHARACTERS).index("0")]
-    assert "out exists already" in fails(capsys, "ckpt.pt", "out", "--text", "text.txt")
+    assert "out already exists" in fails(capsys, "ckpt.pt", "out", "--text", "text.txt")
 
 
 def test_gpt2s_vocabulary_takes_gpt2s_tokenizer(folder, capsys, monkeypatch):

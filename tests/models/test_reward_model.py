@@ -125,7 +125,7 @@ def test_the_end_of_a_long_text_is_cut_with_a_warning(own, tmp_path, caplog):
     assert model(batch) == pytest.approx((expected, expected), abs=1e-5)
     assert [len(row) for row in model.reader.token_ids(batch)] == [16, 16]
     assert model.reader.token_ids(batch)[0][-1] == tokenizer.sep_token_id
-    warnings = [record for record in caplog.records if "is cut off" in record.getMessage()]
+    warnings = [record for record in caplog.records if "are truncated" in record.getMessage()]
     assert len(warnings) == 1 and "at most 16 tokens, and s0 has" in caplog.text
     (row,) = RewardModel(str(own)).reader.token_ids(rollouts(["a" * 500], [["b" * 500]]))
     assert len(row) == 512
@@ -135,7 +135,7 @@ def test_the_end_of_a_long_text_is_cut_with_a_warning(own, tmp_path, caplog):
     ("make", "message"),
     [
         (lambda folder: folder / "absent", "does not exist"),
-        (lambda folder: make_tiny_model(folder), "LlamaForCausalLM, which gives no score; "),
+        (lambda folder: make_tiny_model(folder), "LlamaForCausalLM, which has no score head; "),
         (lambda folder: make_tiny_deberta(folder, labels=3), "3 labels"),
         (lambda folder: make_tiny_deberta(folder, type_vocab_size=2), "type_vocab_size"),
     ],

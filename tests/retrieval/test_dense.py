@@ -102,7 +102,7 @@ def test_another_encoder_is_named(corpus, encoder, tmp_path):
         (Dense(encoder, "", "passage: "), "passage_prefix"),
         (BM25(), "kind"),
     ):
-        with pytest.raises(RetrievalError, match=f"made with {said}="):
+        with pytest.raises(RetrievalError, match=f"built with {said}="):
             open_index(corpus, folder, kind, quiet)
     open_index(corpus, folder, Dense(encoder, "query: "), quiet)  # which the index does not depend on
 
@@ -113,8 +113,8 @@ def test_unusable_models_and_indexes_are_named(corpus, encoder, tmp_path):
             open_index(corpus, tmp_path / "index", kind, quiet)
         assert not (tmp_path / "index").exists()
 
-    refuse(Dense(tmp_path / "absent"), "no folder with weights")
-    refuse(Dense(encoder, factory="Flut"), "faiss makes no index of 'Flut'")
+    refuse(Dense(tmp_path / "absent"), "not a folder with weights")
+    refuse(Dense(encoder, factory="Flut"), "faiss cannot make an index 'Flut'")
     refuse(Dense(encoder, factory="IVF600,Flat"), "500 documents are too few")
     empty = make_encoder(tmp_path / "broken")
     (empty / "config.json").write_text("{}")
@@ -122,7 +122,7 @@ def test_unusable_models_and_indexes_are_named(corpus, encoder, tmp_path):
     wider = make_encoder(tmp_path / "wider")
     modules = [{"type": f"sentence_transformers.models.{name}"} for name in ("Transformer", "Pooling", "Dense")]
     (wider / "modules.json").write_text(json.dumps(modules))
-    refuse(Dense(wider), "models.Dense is not known here")
+    refuse(Dense(wider), "models.Dense is not supported")
 
 
 def test_another_pooling_is_another_encoder(encoder, tmp_path):
@@ -140,7 +140,7 @@ def test_a_model_that_writes_text_is_warned_of(tmp_path, caplog):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["BertLMHeadModel"]}))
     Encoder(folder, "cpu")
-    assert "is it trained as an encoder?" in caplog.text
+    assert "was it trained as an encoder?" in caplog.text
 
 
 def test_the_service_answers_by_similarity(corpus, encoder):

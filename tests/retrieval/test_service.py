@@ -158,8 +158,8 @@ def test_health(service):
 @pytest.mark.parametrize(
     ("body", "status", "said"),
     [
-        (b"{oops", 400, "no JSON"),
-        (b"\xff", 400, "no JSON"),
+        (b"{oops", 400, "not JSON"),
+        (b"\xff", 400, "not JSON"),
         ([], 422, "must be an object"),
         ({}, 422, "give `queries`"),
         ({"queries": ["a"], "query": "a"}, 422, "give `queries`"),
@@ -215,7 +215,7 @@ def test_an_address_that_is_taken_is_said_before_an_index_is_made(corpus):
         other.listen()
         process = start(str(corpus), "--port", str(other.getsockname()[1]))
         text, _ = process.communicate(timeout=20)
-    assert process.returncode == 2 and "cannot listen at 127.0.0.1" in text and "--port" in text
+    assert process.returncode == 2 and "cannot listen on 127.0.0.1" in text and "--port" in text
     assert not list(corpus.parent.glob("*.bm25"))
 
 
@@ -224,7 +224,7 @@ def test_a_corpus_that_changes_is_an_error_and_not_another_document(corpus):
         assert post(url, {"queries": ["ban"]})[0] == 200
         corpus.write_text('{"contents": "ban"}\n' * 500)
         status, reply = post(url, {"queries": ["ban"]})
-        assert status == 500 and "written to since the service began" in reply["detail"]
+        assert status == 500 and "changed since the service started" in reply["detail"]
 
 
 def test_a_port_that_is_none_is_refused():

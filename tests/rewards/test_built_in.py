@@ -58,7 +58,7 @@ def test_correctness_finds_the_ground_truth():
     for column in ("ground_truth", "answer", "answers"):
         assert correctness_reward(prompts=["", ""], completions=texts, **{column: truth}) == [2.0, 2.0]
     assert correctness_reward(["", ""], texts, [None, 17], answer=[18, 18]) == [2.0, 0.0]
-    with pytest.raises(ValueError, match="no truth"):
+    with pytest.raises(ValueError, match="no ground truth"):
         correctness_reward(["", ""], texts, [None, 17])
 
 

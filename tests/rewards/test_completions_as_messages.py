@@ -58,4 +58,4 @@ def test_a_prompt_that_is_text_has_completions_that_are_text():
 @pytest.mark.parametrize("function", [trl, lambda completions, **columns: [c.get("content") for c in completions]])
 def test_a_text_taken_for_messages_is_answered_with_the_way_out(function):
     [failure] = score(function, CHAT).reward_failures
-    assert "completions: messages" in failure.message and "completions are texts here" in failure.message
+    assert "completions: messages" in failure.message and "completions are strings here" in failure.message

@@ -271,7 +271,7 @@ NOT_A_FUNCTION = 3
     ("item", "message"),
     [
         ({"function": "strict_maths"}, "unknown reward 'strict_maths'; did you mean 'strict_math'"),
-        ({"function": "zzz"}, "built in are .*strict_math"),
+        ({"function": "zzz"}, "built in: .*strict_math"),
         ({"function": "no_such_module.f"}, "module 'no_such_module' cannot be imported"),
         ({"function": HERE + "absent"}, "has no function 'absent'"),
         ({"function": HERE + "NOT_A_FUNCTION"}, "has no function"),

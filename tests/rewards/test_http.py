@@ -78,9 +78,9 @@ WRONG = [
     (answer({"score": [1.0, 2.0]}), 'the answer must be {"scores": [...]}'),
     (answer({"scores": None}), 'the answer must be {"scores": [...]}'),
     (answer(5), 'the answer must be {"scores": [...]}, not 5'),
-    (send(b"<html>hello"), "the answer is no JSON"),
-    (send(b"[" * 100_000), "the answer is no JSON"),
-    (send(b""), "the answer is no JSON"),
+    (send(b"<html>hello"), "the answer is not JSON"),
+    (send(b"[" * 100_000), "the answer is not JSON"),
+    (send(b""), "the answer is not JSON"),
     (send(b"xx", Content_Encoding="gzip"), "cannot be decoded"),
 ]
 
@@ -127,8 +127,11 @@ def test_a_service_that_is_away_is_asked_until_it_answers(build, service, deed, 
     rewards = build(timeout_s=0.3, retries=1)
     assert values(rewards(rollouts({"a": ["xx"]}))) == ((2.0,),)
     assert rewards.totals() == {"reward/http/requests": 4, "reward/http/retries": 3}
-    assert f"{service.url} is away (" in caplog.text and "waiting, up to 600 s more (reward.wait_s=600)" in caplog.text
-    assert f"{service.url} answers again, after" in caplog.text
+    assert (
+        f"{service.url} is unavailable (" in caplog.text
+        and "waiting up to 600 s more (reward.wait_s=600)" in caplog.text
+    )
+    assert f"{service.url} is available again after" in caplog.text
 
 
 @pytest.mark.parametrize(("deed", "sent", "kind"), [
@@ -272,7 +275,7 @@ def test_keys_come_from_the_environment_and_are_shown_nowhere(build, service, mo
     ("args", "message"),
     [
         ({"url": "localhost:80"}, r"args.url: must be the address of a service.*\(got 'localhost:80'\)"),
-        ({"url": "http://me:pw@host/x"}, "args.url: must hold no password"),
+        ({"url": "http://me:pw@host/x"}, "args.url: must not contain a password"),
         ({"retries": 0}, r"args.retries: .*greater than or equal to 1 \(got 0\)"),
         ({"batch": 3}, "has no argument 'batch'"),
         ({"api_key_env": "NOT_SET_ANYWHERE"}, "the environment variable NOT_SET_ANYWHERE is not set"),

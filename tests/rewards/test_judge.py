@@ -94,12 +94,12 @@ def test_replies_with_a_score(text, score_format, score):
 @pytest.mark.parametrize(
     ("text", "score_format", "message"),
     [
-        ('{"score": "3"}', "json", "no JSON object with a number"),
-        ('{"score": true}', "json", "no JSON object"),
-        ('[{"score": 3}]', "json", "no JSON object"),
+        ('{"score": "3"}', "json", "not a JSON object with a number"),
+        ('{"score": true}', "json", "not a JSON object"),
+        ('[{"score": 3}]', "json", "not a JSON object"),
         ('```json\n{"score": 3}\n```', "json", "Expecting value"),
-        ("", "json", "no JSON object"),
-        (None, "json", "is no text"),
+        ("", "json", "not a JSON object"),
+        (None, "json", "is not text"),
         ("7", "Score: {score}", "has no 'Score: {score}'"),
         ("Score: seven", "Score: {score}", "has no"),
         ("Score: 7/10", "Score: {score}", "has no"),
@@ -123,7 +123,10 @@ def test_replies_without_a_score(text, score_format, message):
         (judgement("[" * 100_000), "the judge's answer"),
         (judgement("I would say 7"), "the judge's answer"),
         (judgement('{"score": 7}', finish_reason="length"), "was cut at max_tokens"),
-        (answer({"choices": [{"message": {"content": None, "refusal": "no"}, "finish_reason": "stop"}]}), "is no text"),
+        (
+            answer({"choices": [{"message": {"content": None, "refusal": "no"}, "finish_reason": "stop"}]}),
+            "is not text",
+        ),
     ],
 )
 def test_a_judgement_that_is_none_is_invalid(build, service, deed, message):
@@ -168,7 +171,7 @@ def test_tokens_and_cost_add_up(build, service):
 @pytest.mark.parametrize("form", [{"choices": []}, [1], {"error": "overloaded"}, None])
 def test_an_answer_that_is_no_completion_is_asked_for_again_where_the_judge_has_answered(build, service, form):
     service.deeds = [answer(form)]
-    with pytest.raises(RewardError, match=f"{service.url}.*no completion"):
+    with pytest.raises(RewardError, match=f"{service.url}.*not a completion"):
         build()(rollouts({"a": ["x"]}))
     rewards = build()
     rewards(rollouts({"a": ["x"]}))

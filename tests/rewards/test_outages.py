@@ -39,7 +39,7 @@ def asking(monkeypatch, tmp_path):
 def test_calls_are_repeated_until_the_service_answers(asking, how, caplog):
     rewards = asking(how, times=3)
     assert values(rewards(rollouts({"a": ["x", "yy"]}))) == ((1.0, 2.0),)
-    assert "what the reward 'asks' asks is away (" in caplog.text and "answers again" in caplog.text
+    assert "the service of reward 'asks' is unavailable (" in caplog.text and "is available again" in caplog.text
 
 
 def test_a_service_that_stays_away_ends_the_run(asking):
@@ -67,7 +67,7 @@ def test_a_run_whose_service_stays_away_ends_and_goes_on_as_if_it_had_not(tmp_pa
     run = ["train", *arithmetic_run(folder, "broken", http(service)), *one]
     assert main(run) == 2
     said = capsys.readouterr().err
-    assert "has been away for" in said and "HTTP 502: <html>Bad gateway" in said
+    assert "has been unavailable for" in said and "HTTP 502: <html>Bad gateway" in said
     metrics = (tmp_path / "runs" / "broken" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in metrics] == [1, 2]
     service.usual = served

@@ -90,7 +90,7 @@ def test_failures_are_no_zeros_and_are_counted(folder, service):
 def test_a_judge_stops_the_run_at_its_bound_and_the_run_goes_on_with_a_higher_one(folder, service, capsys):
     service.usual = judged
     assert train(folder, "judged", judge(service, ", max_cost: 0.08"), "checkpoint.every_steps=1") == 2
-    assert "max_cost=0.08 could be passed" in capsys.readouterr().err
+    assert "max_cost=0.08 could be exceeded" in capsys.readouterr().err
     done = metrics(folder, "judged")
     cost = 0.002  # 100 tokens in and 10 out
     assert 1 <= len(done) < 4

@@ -161,7 +161,9 @@ def test_a_server_that_another_run_gives_weights_is_refused(fakes, connect, fold
     engine = connect(fake)
     submit_long(engine, fake)
     connect(fake)
-    message = rf"SGLangEngine at {fake.url} drew with weights that another run has given it .*each run needs servers of"
+    message = (
+        rf"SGLangEngine at {fake.url} sampled with weights that another run sent to it .*each run needs its own servers"
+    )
     with pytest.raises(RuntimeError, match=message):
         while True:
             assert len(engine.poll()) < 3
@@ -194,7 +196,7 @@ def test_completions_aborted_by_a_server_are_retried_a_few_times(fakes, connect,
     limit = 2
     assert drawn(engine) == expected and len(given_up) == 2
     limit = 10_000
-    with pytest.raises(RuntimeError, match=r"4 times.*by itself"):
+    with pytest.raises(RuntimeError, match=r"4 times.*on its own"):
         drawn(engine)
 
 
@@ -202,7 +204,7 @@ def test_a_server_that_is_not_there_is_named(connect):
     class Nowhere:
         url = "http://127.0.0.1:9"
 
-    with pytest.raises(TimeoutError, match=r"127\.0\.0\.1:9.*not up"):
+    with pytest.raises(TimeoutError, match=r"127\.0\.0\.1:9.*not ready"):
         connect(Nowhere(), timeout_s=0.5)
 
 
@@ -249,7 +251,7 @@ def test_a_server_behind_a_proxy_that_answers_for_it_is_waited_for(fakes, connec
     for pool in engine.client.pools:
         pool._transport = Proxy(pool._transport, status, body, times)
     assert drawn(engine) == expected and not times[0]
-    assert "is away (/generate: " in caplog.text and "rollout.server_timeout_s=200" in caplog.text
+    assert "is unavailable (/generate: " in caplog.text and "rollout.server_timeout_s=200" in caplog.text
 
 
 def test_one_that_stays_away_ends_the_run(fakes, connect, monkeypatch):

@@ -374,7 +374,7 @@ def test_a_broadcast_is_whole_and_stays_on_this_machine():
 def test_a_broadcast_without_readers_ends():
     channel = CollectiveChannel("127.0.0.1", "gloo", timeout_s=1)
     reference = channel.publish(WeightUpdate(1, [("w", torch.ones(3))]), readers=2)
-    with pytest.raises(TransferBroken, match="broke off"):
+    with pytest.raises(TransferBroken, match="was interrupted"):
         list(reference.open().tensors)
     assert torch.equal(dict(channel.republish().open().tensors)["w"], torch.ones(3))
     channel.close()

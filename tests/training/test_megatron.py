@@ -117,7 +117,7 @@ def test_recorded_tokens_equal_those_of_one_process(folder, tmp_path, cut):
     [
         ({"lora": LoraConfig(rank=2, target_modules=["lm_head", "q_proj"])}, "target_modules: lm_head: on Megatron"),
         ({"lora": LoraConfig(rank=2), "quantization": "nf4"}, "model.quantization"),
-        ({"lora": LoraConfig(rank=2), "path": "mixture"}, "has experts, which take no adapters"),
+        ({"lora": LoraConfig(rank=2), "path": "mixture"}, "has experts, which do not support adapters"),
         ({"path": "other"}, "no mapping of weights for .*gpt2"),
     ],
     ids=str,

@@ -48,12 +48,12 @@ def fails_soon(ranks, said):
 
 FAULTS = {
     "out of memory": r"rank 1: OutOfMemory: out of memory with \d+ padded .*go on with train.tokens_per_micro",
-    "error": r"rank 1: IndexError: index 9 is out of bounds; train_step broke off",
-    "SIGKILL": r"rank 1 \(pid \d+\) died by SIGKILL; train_step broke off",
+    "error": r"rank 1: IndexError: index 9 is out of bounds; train_step was interrupted",
+    "SIGKILL": r"rank 1 \(pid \d+\) died by SIGKILL; train_step was interrupted",
     "SIGSTOP": r"rank 1 does not respond \(backend.timeout_s=\d+\)",
-    "SIGSTOP, rank 0 is late": r"^rank 1 (does not respond|has not reached the others) \(backend.timeout_s",
+    "SIGSTOP, rank 0 is late": r"^rank 1 (does not respond|has not joined the others) \(backend.timeout_s",
     "SIGKILL, rank 0 is late": r"^rank 1 \(pid \d+\) died by SIGKILL",
-    "hangs": r"^rank 1 has not reached the others \(backend.timeout_s=\d+\)",
+    "hangs": r"^rank 1 has not joined the others \(backend.timeout_s=\d+\)",
 }
 """Error message of each fault."""
 
@@ -73,7 +73,7 @@ def test_all_end_and_name_the_rank(folder, fault, at):
         ranked(folder, fault, at, timeout_s=20 if fault == "SIGSTOP" else 300, rows_per_micro_batch=2)
     ) as both:
         pids = fails_soon(both, FAULTS[fault])
-        with pytest.raises(RankFailed, match="ranks are gone"):
+        with pytest.raises(RankFailed, match="ranks have ended"):
             both.train_step(make_batch(), make_algorithm())
     assert all(map(ended, pids))
 

@@ -185,11 +185,11 @@ REFUSED = {
         LlamaConfig(hidden_size=96, num_attention_heads=6, num_key_value_heads=3),
         "does not divide num_key_value_heads=3",
     ),
-    "joined matrices": (Phi3Config(), "transformers cuts mlp.down_proj as"),
-    "experts": (Qwen2MoeConfig(**SMALL), "transformers names .*, which a layer lacks"),
-    "weights between matrices": (ApertusConfig(**SMALL), "transformers does not say what becomes of mlp.act_fn.alpha_"),
+    "joined matrices": (Phi3Config(), "transformers shards mlp.down_proj as"),
+    "experts": (Qwen2MoeConfig(**SMALL), "transformers names .*, which a layer does not have"),
+    "weights between matrices": (ApertusConfig(**SMALL), "transformers does not say how to shard mlp.act_fn.alpha_"),
     "several parts": (Gemma3Config(), "transformers has no plan for it"),
-    "widths": (Gemma3nTextConfig(), "cannot be cut"),
+    "widths": (Gemma3nTextConfig(), "cannot be sharded"),
     "no plan": (StableLmConfig(), "transformers has no plan for it"),
 }
 

@@ -61,7 +61,7 @@ def test_small_advantages_are_not_taken_for_others(tmp_path):
     lines = rollout_rows(1, items, recorded)
     assert "computed" in advantages(config, lines, [0, 1, 2, 3])
     twice = [line | {"advantage": 2 * line["advantage"]} for line in lines]
-    assert "others than those that were recorded" in advantages(config, twice, [0, 1, 2, 3])["why"]
+    assert "differ from the recorded" in advantages(config, twice, [0, 1, 2, 3])["why"]
 
 
 def test_groups_without_rewards_or_with_one():
@@ -116,7 +116,7 @@ def test_every_algorithm_gives_the_advantages_again_that_it_recorded_or_says_why
     for group in (range(4), range(4, 8), range(8, 12)):
         told = advantages(config, lines, list(group))
         if name in UNKNOWN:
-            words = "makes no advantages of rewards" if name == "gkd" else "are not all recorded"
+            words = "computes no advantages from rewards" if name == "gkd" else "not all recorded"
             assert words in told["why"] and "computed" not in told
             continue
         assert "why" not in told and "A" in told["equation"]
@@ -148,7 +148,7 @@ def test_a_recorded_step_is_asked_about_whole(tmp_path):
     step = trained_on(run.rollouts, 3, "train", 5)
     assert len(step["rows"]) == 8 and step["group"] == [4, 5, 6, 7]
     told = answer({"config": run.config, "step": step})
-    assert "whiten_batch" in told["equation"] and "others than those that were recorded" in told["why"]
+    assert "whiten_batch" in told["equation"] and "differ from the recorded" in told["why"]
     with pytest.raises(LookupError):
         trained_on(run.rollouts, 3, "train", 99)
 
@@ -156,9 +156,9 @@ def test_a_recorded_step_is_asked_about_whole(tmp_path):
 def test_unknown_formulas_are_reported(tmp_path):
     items, config = drawn(False), make_config(tmp_path, algorithm={"name": "grpo"})
     lines = rollout_rows(1, items, dict.fromkeys(range(12), 0.5))
-    assert "others than those that were recorded" in advantages(config, lines, [0, 1, 2, 3])["why"]
+    assert "differ from the recorded" in advantages(config, lines, [0, 1, 2, 3])["why"]
     remax = make_config(tmp_path, algorithm={"name": "remax", "kl": {"coefficient": 0.0}})
     assert "greedy completions were not recorded" in advantages(remax, lines, [0])["why"]
-    for reward, words in ((None, "others than those that were recorded"), (0.0, "an episode's turns")):
+    for reward, words in ((None, "differ from the recorded"), (0.0, "an episode's turns")):
         episode = [line | {"episode": {"turns": [{"reward": reward}]}} for line in lines]
         assert words in advantages(config, episode, [0])["why"]

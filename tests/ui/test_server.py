@@ -322,7 +322,7 @@ def test_nothing_is_launched_elsewhere_or_over_a_run(tmp_path):
         with pytest.raises(LaunchError, match="is not in"):
             launcher.start("{}", place, Home())
     folder = make_run(tmp_path / "runs" / "one")
-    with pytest.raises(LaunchError, match="exists already"):
+    with pytest.raises(LaunchError, match="already exists"):
         launcher.start("{}", str(folder), Home())
     assert not (tmp_path / "runs" / ".launches").exists()
 
@@ -388,7 +388,7 @@ def test_a_step_s_advantages_are_computed_again(served):
     path = f"/api/runs/{client.id_of('group/one')}/rollouts/3/train"
     told = client.get(f"{path}/0/advantages").json
     assert "A_i = (r_i - mean_group r)" in told["equation"]
-    assert "others than those that were recorded" in told["why"], "which are 1 and -1"
+    assert "differ from the recorded" in told["why"], "which are 1 and -1"
     assert client.get(f"{path}/99/advantages").status == 404
 
 
@@ -420,6 +420,6 @@ def test_a_variant_finds_the_functions_of_its_parent(tmp_path):
     text = json.dumps({**where, "model": {"path": "m"}, "data": {"train": "chain"}, "algorithm": algorithm})
     with serving(tmp_path / "runs", "--allow-launch") as (client, _):
         refused = client.post("/api/launches", {"yaml": text})
-        assert refused.status == 409 and "there is no file ./own.py" in refused.json["detail"]
+        assert refused.status == 409 and "no file ./own.py" in refused.json["detail"]
         response = client.post("/api/launches", {"yaml": text, "from": client.id_of("one")})
         assert response.status == 409 and "data.train_size" in response.json["detail"], "the function was found"

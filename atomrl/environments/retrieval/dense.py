@@ -113,9 +113,9 @@ class Encoder:
             dtype = torch.float16 if device.startswith("cuda") else torch.float32
             model = AutoModel.from_pretrained(str(folder), dtype=dtype)
         if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in model.config.architectures or ()):
-            log.warning("%s: %s writes text; is it trained as an encoder?", folder, model.config.model_type)
+            log.warning("%s: %s is a generative model; was it trained as an encoder?", folder, model.config.model_type)
         if model.config.is_encoder_decoder:
-            raise RetrievalError(f"{folder}: a {model.config.model_type} has a decoder; take an encoder alone")
+            raise RetrievalError(f"{folder}: a {model.config.model_type} has a decoder; use an encoder-only model")
         self._model, self._device = model.to(device).eval(), device
         self._pooling = _pooling(folder)
         self._max_tokens = min(MAX_TOKENS, self._tokenizer.model_max_length)
@@ -182,7 +182,7 @@ def _faiss() -> Any:
 
 
 def _faiss_index(size: int, factory: str) -> Any:
-    with reraise_as(RetrievalError, f"faiss makes no index of {factory!r}", RuntimeError):
+    with reraise_as(RetrievalError, f"faiss cannot make an index {factory!r}", RuntimeError):
         return _faiss().index_factory(size, factory, _faiss().METRIC_INNER_PRODUCT)
 
 
@@ -211,7 +211,7 @@ def _check_modules(folder: Path) -> None:
     path = folder / "modules.json"
     types = [part["type"] for part in json.loads(path.read_text(encoding="utf-8"))] if path.exists() else []
     if others := [name for name in types if name.rpartition(".")[2] not in MODULES]:
-        raise RetrievalError(f"{path}: {others[0]} is not known here; known are {', '.join(MODULES)}")
+        raise RetrievalError(f"{path}: {others[0]} is not supported; supported: {', '.join(MODULES)}")
 
 
 def _pooling(folder: Path) -> Pooling:
@@ -222,7 +222,7 @@ def _pooling(folder: Path) -> Pooling:
     settings = json.loads(path.read_text(encoding="utf-8"))
     used = [key for key, value in settings.items() if key.startswith("pooling_mode") and value]
     if len(used) != 1 or used[0] not in known:
-        raise RetrievalError(f"{path}: the pooling is {', '.join(used)}; known are {', '.join(known)}")
+        raise RetrievalError(f"{path}: the pooling is {', '.join(used)}; supported: {', '.join(known)}")
     return known[used[0]]
 
 
@@ -231,7 +231,7 @@ def _weights_hash(folder: Path) -> str:
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
     if not files:
         raise RetrievalError(
-            f"the encoder {folder} is no folder with weights (model.safetensors) in Hugging Face layout"
+            f"the encoder {folder} is not a folder with weights (model.safetensors) in Hugging Face layout"
         )
     files += [folder / POOLING] if (folder / POOLING).exists() else []
     return hashlib.blake2b("".join(map(sha256, files)).encode(), digest_size=20).hexdigest()

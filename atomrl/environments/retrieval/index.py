@@ -135,9 +135,7 @@ class CorpusReader:
         self._before = _stat(path)
         with path.open("rb") as file:
             if file.read(2) == b"\x1f\x8b":
-                raise RetrievalError(
-                    f"{path} is compressed; documents are read from the file itself: unpack it (gunzip)"
-                )
+                raise RetrievalError(f"{path} is compressed; unpack it first (gunzip)")
 
     def texts(self) -> Iterator[str]:
         """Yield the contents of each document.
@@ -170,7 +168,7 @@ class CorpusReader:
         """
         after = _stat(self.path)
         if (after.st_size, after.st_mtime_ns) != (self._before.st_size, self._before.st_mtime_ns):
-            raise RetrievalError(f"{self.path} was written to while it was read; begin again when it is complete")
+            raise RetrievalError(f"{self.path} changed while it was read; start again when it is complete")
         return Fingerprint(bytes=after.st_size, modified_ns=after.st_mtime_ns, blake2b=self._digest.hexdigest())
 
     def save_offsets(self, folder: Path) -> None:
@@ -204,7 +202,7 @@ class Corpus:
         start, end = (int(place) for place in self._offsets[number : number + 2])
         now = os.fstat(self._file.fileno())
         if (now.st_size, now.st_mtime_ns) != (self._stat.st_size, self._stat.st_mtime_ns):
-            raise RetrievalError(f"{self.path} was written to since the service began; start it again")
+            raise RetrievalError(f"{self.path} has changed since the service started; restart it")
         return parse_document(os.pread(self._file.fileno(), end - start, start))
 
 
@@ -235,7 +233,7 @@ def same_corpus(path: Path, fingerprint: Fingerprint) -> bool:
 
 def _stat(path: Path) -> os.stat_result:
     if not path.is_file():
-        raise RetrievalError(f"the corpus {path} does not exist, or is no file")
+        raise RetrievalError(f"the corpus {path} does not exist, or is not a file")
     return path.stat()
 
 
@@ -329,7 +327,7 @@ def open_index(corpus: Path, folder: Path, kind: Kind, say: Callable[[str], None
 
 def _build(corpus: Path, folder: Path, kind: Kind, settings: dict[str, Any], say: Callable[[str], None]) -> None:
     reader, started = CorpusReader(corpus), time.monotonic()
-    say(f"makes the index {folder} of {corpus}")
+    say(f"building the index {folder} of {corpus}")
     with new_folder(folder) as temporary:
         kind.build(_with_progress(reader, say), temporary)
         reader.save_offsets(temporary)
@@ -355,7 +353,7 @@ def _write_manifest(folder: Path, fingerprint: Fingerprint, settings: dict[str, 
 
 def _check(corpus: Path, folder: Path, settings: dict[str, Any]) -> None:
     """Check that an index is of this corpus and has these settings."""
-    remedy = "name another folder (--index), or remove it, and a new one is made"
+    remedy = "name another folder (--index), or remove this one to build a new one"
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         version, stored = manifest["version"], manifest["settings"]
@@ -367,10 +365,10 @@ def _check(corpus: Path, folder: Path, settings: dict[str, Any]) -> None:
     for name in [*settings, *stored]:
         if settings.get(name) != stored.get(name):
             raise RetrievalError(
-                f"the index {folder} was made with {name}={stored.get(name)!r}, not {settings.get(name)!r}; {remedy}"
+                f"the index {folder} was built with {name}={stored.get(name)!r}, not {settings.get(name)!r}; {remedy}"
             )
     if not same_corpus(corpus, fingerprint):
-        raise RetrievalError(f"{corpus} has changed since the index {folder} was made of it; {remedy}")
+        raise RetrievalError(f"{corpus} has changed since the index {folder} was built; {remedy}")
     if corpus.stat().st_mtime_ns != fingerprint.modified_ns:
         dated = Fingerprint(bytes=fingerprint.bytes, modified_ns=corpus.stat().st_mtime_ns, blake2b=fingerprint.blake2b)
         _write_manifest(folder, dated, settings)

@@ -66,7 +66,7 @@ def parse_request(body: bytes, default_topk: int) -> RetrievalRequest:
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise BadRequest(400, f"the body is no JSON: {error}") from None
+        raise BadRequest(400, f"the body is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise BadRequest(422, 'the body must be an object: {"queries": ["..."], "topk": 3, "return_scores": true}')
     if ("queries" in fields) == ("query" in fields):
@@ -198,9 +198,9 @@ class Service:
         methods = {"/retrieve": "POST", "/health": "GET"}
         path, method = scope["path"].rstrip("/"), scope["method"]
         if path not in methods:
-            raise BadRequest(404, "there are POST /retrieve and GET /health")
+            raise BadRequest(404, "valid: POST /retrieve, GET /health")
         if method != methods[path]:
-            raise BadRequest(405, f"{path} takes {methods[path]}, not {method}")
+            raise BadRequest(405, f"{path} accepts {methods[path]}, not {method}")
         if path == "/health":
             return self.health()
         request = parse_request(await _body(receive), self.topk)
@@ -227,7 +227,7 @@ async def _body(receive: Callable[[], Awaitable[Message]]) -> bytes:
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise BadRequest(400, "the client went away")
+            raise BadRequest(400, "the client disconnected")
         body += message.get("body", b"")
         more = message.get("more_body", False)
         if len(body) > MAX_BODY_BYTES:
@@ -256,8 +256,8 @@ def address_of(host: str, port: int) -> socket.socket:
         RetrievalError: the address is in use or invalid.
     """
     if not 0 <= port <= 65535:  # the system would use the lowest 16 bits
-        raise RetrievalError(f"--port {port}: a port is from 0 to 65535")
-    with reraise_as(RetrievalError, f"cannot listen at {host}:{port} (--host, --port)", OSError):
+        raise RetrievalError(f"--port {port}: a port must be 0 to 65535")
+    with reraise_as(RetrievalError, f"cannot listen on {host}:{port} (--host, --port)", OSError):
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

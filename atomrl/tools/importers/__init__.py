@@ -43,7 +43,7 @@ class Imported:
     """Numbers in which the run will differ from the other library's own, each with both values."""
     without_counterpart: tuple[str, ...]
     files: Mapping[str, str]
-    """Files to write beside the config: name -> text."""
+    """Files to write next to the config: name -> text."""
     planned: tuple[str, ...] = ()
     """Changes for other hardware, each with what it saves and costs."""
 
@@ -91,11 +91,11 @@ def import_config(
         library: one of `LIBRARIES`; None detects it.
         processes: number of processes, for TRL's batch sizes per process, if the file does not say it.
         trainer: TRL's trainer (`grpo`, `rloo`, `sft`, `dpo`, `reward`), if the file does not say it.
-        out: path of the config; names the files beside it. None: the source with the suffix `.yaml`.
+        out: path of the config; names the files next to it. None: the source with the suffix `.yaml`.
         command: flags with which a Python file is started.
 
     Raises:
-        ConfigError: the file cannot be read, a choice of the objective has no counterpart, or the result is no valid
+        ConfigError: the file cannot be read, a choice of the objective has no counterpart, or the result is not a valid
             config.
     """
     path = Path(path)
@@ -103,11 +103,14 @@ def import_config(
         raise ConfigError(f"{path} {'is not a file' if path.exists() else 'does not exist'}")
     library = library or library_of(path)
     if trainer is not None and library != "trl":
-        raise ConfigError(f"--trainer is of TRL; {library} has one")
+        raise ConfigError(f"--trainer is an option for TRL; {library} has only one")
     if processes is not None and library != "trl":
-        raise ConfigError(f"--processes is of TRL, whose batches are of one process; {library}'s are of all")
+        raise ConfigError(
+            f"--processes is an option for TRL, whose batch sizes are per process; those of {library} are for all "
+            "processes"
+        )
     if command and path.suffix != ".py":
-        raise ConfigError(f"flags after -- are those of a Python file; {path} has its own")
+        raise ConfigError(f"flags after -- are only for a Python file; {path} has its own")
     out = Path(out) if out is not None else path.with_suffix(".yaml")
     try:
         if library == "trl":
@@ -115,7 +118,7 @@ def import_config(
         else:
             t = verl.translate(path) if library == "verl" else openrlhf.translate(path, out)
     except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
-        raise ConfigError(f"{path} says what cannot be read as {library}'s: {error}") from error
+        raise ConfigError(f"{path} cannot be read as a file of {library}: {error}") from error
     return _imported(t, path)
 
 
@@ -139,7 +142,7 @@ def library_of(path: Path) -> str:
         return "verl"
     if re.search(r"(^|[\s/])trl\s+\w|trl\.scripts|\.py\b", text, re.MULTILINE):
         return "trl"
-    raise ConfigError(f"{path} calls none of verl, TRL and OpenRLHF: --from {'|'.join(LIBRARIES)} says whose it is")
+    raise ConfigError(f"{path} calls none of verl, TRL and OpenRLHF: set --from {'|'.join(LIBRARIES)}")
 
 
 def _expanded(value: Any) -> Any:
@@ -171,7 +174,7 @@ def _imported(t: Translation, path: Path) -> Imported:
         raise ConfigError("\n".join(_with_sources(t, line) for line in str(error).splitlines())) from error
     rows = config.train.rows_per_update
     places = _shell_texts({key: tree[key] for key in tree if key not in ("reward", "tracking", "run_name")})
-    t.to_do += [f"{key}: {text!r} is known only to the shell: write it" for key, text in places]
+    t.to_do += [f"{key}: {text!r} is known only to the shell: write its value" for key, text in places]
     return Imported(
         library=t.library,
         source=path.name,

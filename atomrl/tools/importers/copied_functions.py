@@ -12,11 +12,11 @@ from atomrl.tools.importers.python_script import PythonScript, Unknown, free_nam
 from atomrl.tools.importers.sources import hub_source
 
 UNAVAILABLE = {
-    "completion_ids": "tokens are not given; completion_tokens has their number",
-    "trainer_state": "there is no trainer's state; the step is not given either",
-    "log_extra": "what it logs beside a reward is a reward of weight 0 here",
-    "log_metric": "what it logs beside a reward is a reward of weight 0 here",
-    "environments": "an environment is a function of another form here (docs/guides/environments.md)",
+    "completion_ids": "tokens are not passed; completion_tokens has their number",
+    "trainer_state": "there is no trainer state; the step is not passed either",
+    "log_extra": "use a reward with weight 0 to log it",
+    "log_metric": "use a reward with weight 0 to log it",
+    "environments": "environments have another interface here (docs/guides/environments.md)",
 }
 """Arguments that TRL passes to a reward function and AtomRL does not -> the alternative."""
 AS_IN_SCRIPT = '''def as_in_script(function):
@@ -162,12 +162,13 @@ class CopiedFunctions:
         for one in without_default:
             if one.arg in UNAVAILABLE:
                 self.to_do.append(
-                    f"{self.script.place(one)}: {function.name} takes {one.arg}, which rewards here do not get: "
+                    f"{self.script.place(one)}: {function.name} takes {one.arg}, which rewards do not receive here: "
                     f"{UNAVAILABLE[one.arg]}"
                 )
         if own.kwarg is None and {"completions", "prompts"} & {one.arg for one in positional}:
             self.to_do.append(
-                f"{self.script.place(function)}: {function.name} takes no **kwargs; add it, since every column is given"
+                f"{self.script.place(function)}: {function.name} does not accept **kwargs; add it, because every "
+                "column is passed"
             )
 
 
@@ -277,7 +278,7 @@ def _rows(script: PythonScript, node: ast.expr, depth: int) -> Rows:
             split = None
         if isinstance(split, str):
             return rows.of_split(split)
-        rows.to_do.append(f"{script.place(resolved)}: {_short(resolved)}: which rows these are only the script knows")
+        rows.to_do.append(f"{script.place(resolved)}: {_short(resolved)}: the rows are known only when the script runs")
         return rows
     if isinstance(resolved, ast.List | ast.Call) and (literal := _literal_rows(script, resolved)) is not None:
         return Rows(literal=literal)
@@ -302,7 +303,7 @@ def _rows(script: PythonScript, node: ast.expr, depth: int) -> Rows:
 
 def _unknown(script: PythonScript, node: ast.expr) -> Rows:
     reason = f"{script.place(node)}: the rows {_short(node)} are made when the script runs"
-    return Rows(to_do=[f"{reason}: write them to a file there (rows.to_json('train.jsonl')) and name it in data.train"])
+    return Rows(to_do=[f"{reason}: write them to a file there (rows.to_json('train.jsonl')) and set data.train to it"])
 
 
 def _loaded(script: PythonScript, call: ast.Call) -> Rows:
@@ -317,7 +318,7 @@ def _loaded(script: PythonScript, call: ast.Call) -> Rows:
             rows.to_do.append(f"{script.place(call)}: load_dataset({name}={ast.unparse(value)}): {reason} is not known")
     for name in arguments.keys() & {"data_dir"}:
         rows.to_do.append(
-            f"{script.place(call)}: load_dataset({name}={arguments[name]!r}): name the files in data.train"
+            f"{script.place(call)}: load_dataset({name}={arguments[name]!r}): set data.train to the files"
         )
     if not isinstance(arguments.get("path"), str):
         return _unknown(script, call)
@@ -335,11 +336,13 @@ def _joined(script: PythonScript, call: ast.Call, depth: int) -> Rows:
     rows.ignored = [line for one in each for line in one.ignored]
     if any(one.size or one.fields or one.literal for one in each):
         rows.to_do.append(
-            f"{script.place(call)}: the data sets that are joined are changed one by one before; here all rows "
-            "have the same fields: write them to a file"
+            f"{script.place(call)}: the joined data sets are changed one by one; here all rows must have the same "
+            "fields: write them to a file"
         )
     if script.called(call) == "interleave_datasets":
-        rows.to_do.append(f"{script.place(call)}: interleave_datasets mixes by shares; here all rows of each are used")
+        rows.to_do.append(
+            f"{script.place(call)}: interleave_datasets mixes with probabilities; here all rows of each are used"
+        )
     return rows
 
 
@@ -352,9 +355,7 @@ def _changed(script: PythonScript, call: ast.Call, rows: Rows) -> Rows:
         if method in ("select", "take") and (size := _first(script, call)) is not None:
             rows.size = size if rows.size is None else min(size, rows.size)
             if any(".shuffle" in line for line in rows.ignored):
-                rows.to_do.append(
-                    f"{place}: the rows are shuffled before, so other rows are kept than the first {size}"
-                )
+                rows.to_do.append(f"{place}: the rows are shuffled first, so the first {size} are other rows")
             return rows
         if method == "rename_column":
             arguments = script.arguments(call, ["original_column_name", "new_column_name"])
@@ -370,14 +371,14 @@ def _changed(script: PythonScript, call: ast.Call, rows: Rows) -> Rows:
         return rows
     if method == "train_test_split":
         rows.to_do.append(
-            f"{place}: rows are split at random: write both parts to files and name them in data.train and data.eval"
+            f"{place}: rows are split at random: write both parts to files and set data.train and data.eval to them"
         )
         return rows
-    what = {"map": "changes the rows", "filter": "leaves rows out", "select": "keeps certain rows"}
+    what = {"map": "changes the rows", "filter": "removes rows", "select": "selects rows"}
     rows.to_do.append(
-        f"{place}: {what.get(method, 'does something to the rows')}, which is not translated: name the columns in data "
-        "(data.prompt_field, data.answer_field), or write the rows to a file there "
-        "(rows.to_json('train.jsonl')) and name it"
+        f"{place}: {what.get(method, 'changes the rows')}, which is not translated: set the columns "
+        "(data.prompt_field, data.answer_field), or write the rows to a file there (rows.to_json('train.jsonl')) and "
+        "use it"
     )
     return rows
 

@@ -22,9 +22,9 @@ SCHEDULES = {
     "constant": "constant",
     "constant_with_warmup": "constant",
 }
-GPUS = "the first line says what becomes of the GPUs"
-SHARDS = "how GPUs share a model, which changes no number: section backend (docs/guides/multi_gpu.md)"
-KERNEL = "how it is computed, not what; AtomRL has kernels of its own"
+GPUS = "the first line says how GPUs are used"
+SHARDS = "how GPUs share a model, which changes no numbers: section backend (docs/guides/multi_gpu.md)"
+KERNEL = "an implementation choice; AtomRL has its own kernels"
 REASONS = {
     **{
         f"{role}.{name}": GPUS
@@ -32,7 +32,7 @@ REASONS = {
         for name in ("num_nodes", "num_gpus_per_node")
     },
     **dict.fromkeys(("train.colocate_", "vllm.num_engines", "train.colocate_all"), GPUS),
-    "vllm.": "a switch of vLLM; section rollout says where completions are drawn",
+    "vllm.": "an option of vLLM; section rollout sets where completions are sampled",
     "ds.zero_stage": SHARDS,
     "ds.": SHARDS,
     **dict.fromkeys((
@@ -40,29 +40,29 @@ REASONS = {
         "ds.deepcompile", "ds.param_dtype", "ds.grad_accum_dtype",
     ), KERNEL),
     **dict.fromkeys(("actor.gradient_checkpointing_reentrant", "model.gradient_checkpointing_reentrant"), KERNEL),
-    **dict.fromkeys(("ref.offload", "reward.offload"), "models that wait stay where they are"),
-    "ckpt.output_dir": "output_dir and run_name say where a run is",
-    "ckpt.path": "output_dir and run_name say where a run is",
-    "ckpt.": "a run goes on with --resume, from checkpoints that hold all it needs (docs/guides/checkpoints.md)",
+    **dict.fromkeys(("ref.offload", "reward.offload"), "idle models are not offloaded"),
+    "ckpt.output_dir": "output_dir and run_name set the run's folder",
+    "ckpt.path": "output_dir and run_name set the run's folder",
+    "ckpt.": "--resume continues a run, from checkpoints with its complete state (docs/guides/checkpoints.md)",
     "logger.": "each step is in the run's metrics.jsonl",
     "local_rank": GPUS,
     "bf16": "model.dtype is bfloat16",
     "data.disable_fast_tokenizer": "how rows are loaded; the rows are the same",
     "data.dataloader_num_workers": "how rows are loaded; the rows are the same",
-    "use_ms": "models and data are of the Hugging Face hub, or folders",
-    "rollout.micro_batch_size": "forward passes are as large as train.tokens_per_micro_batch says",
-    "rollout.max_tokens_per_gpu": "forward passes are as large as train.tokens_per_micro_batch says",
-    "rollout.vllm_generate_batch_size": "missing groups are drawn as they are needed",
-    "train.full_determinism_enable": "draws are functions of the seed",
-    "critic.save_value_network": "checkpoints have the critic too",
-    "train.enable_ema": "no mean of the weights is kept",
-    "train.ema_beta": "no mean of the weights is kept",
-    "train.async_": "rollouts beside training: section asynchronous (docs/guides/distributed_rollout.md)",
-    "train.partial_rollout_enable": "rollouts beside training: section asynchronous "
+    "use_ms": "models and data come from the Hugging Face hub or folders",
+    "rollout.micro_batch_size": "train.tokens_per_micro_batch sets the size of forward passes",
+    "rollout.max_tokens_per_gpu": "train.tokens_per_micro_batch sets the size of forward passes",
+    "rollout.vllm_generate_batch_size": "missing groups are sampled as needed",
+    "train.full_determinism_enable": "sampling is determined by the seed",
+    "critic.save_value_network": "checkpoints contain the critic",
+    "train.enable_ema": "no average of the weights is kept",
+    "train.ema_beta": "no average of the weights is kept",
+    "train.async_": "rollouts during training: section asynchronous (docs/guides/distributed_rollout.md)",
+    "train.partial_rollout_enable": "rollouts during training: section asynchronous "
     "(docs/guides/distributed_rollout.md)",
-    "data.image_key": "models are of text alone",
-    "data.max_images_per_prompt": "models are of text alone",
-    "algo.kl.target": "of an adaptive KL, which is off",
+    "data.image_key": "models are text-only",
+    "data.max_images_per_prompt": "models are text-only",
+    "algo.kl.target": "for an adaptive KL, which is off",
 }  # fmt: skip
 """Flag, or prefix of flags -> reason why it has no counterpart."""
 
@@ -191,8 +191,8 @@ def translate_offline(t: Translation, kind: str) -> None:
     if t("optim") != "adam":
         raise t.refuse("optim", t("optim"), "the optimizer is AdamW")
     t.refuse_set({
-        "model.aux_loss_coef": "the loss that balances a mixture's experts is not computed",
-        "model.pretrain_mode_enable": "plain text is trained on by a config with the section `pretrain`",
+        "model.aux_loss_coef": "the load-balancing loss of experts is not computed",
+        "model.pretrain_mode_enable": "to train on plain text, use a config with the section `pretrain`",
     })  # fmt: skip
     t.move(OFFLINE_MOVES)
     _offline_data(t)
@@ -212,8 +212,12 @@ def translate_offline(t: Translation, kind: str) -> None:
     _adapters(t, kind)
     {"sft": _sft, "dpo": _dpo, "rm": _reward_model}[kind](t)
     if warmup:
-        t.differ("first update of the warm-up", "a learning rate of 0", "a part of it, as in the second of OpenRLHF's")
-    t.differ("draws", f"seed={t.integer('train.seed')} of its own generators", "other rows first by the same seed")
+        t.differ("first update of the warm-up", "a learning rate of 0", "that of OpenRLHF's second update")
+    t.differ(
+        "random draws",
+        f"seed={t.integer('train.seed')} with its own generators",
+        "the same seed gives another order of rows",
+    )
 
 
 def _offline_data(t: Translation) -> None:
@@ -227,7 +231,7 @@ def _offline_data(t: Translation) -> None:
             t.put(key, sources[0] if len(sources) == 1 else sources, name, split)
     if t("data.dataset_probs") is not None:
         t.to_do.append(
-            f"data.dataset_probs={t('data.dataset_probs')}: all rows of each data set are used: join them to a file"
+            f"data.dataset_probs={t('data.dataset_probs')}: all rows of each data set are used: join them in a file"
         )
     if t.is_set("data.max_samples"):
         t.put("data.train_size", t.count("data.max_samples"), "data.max_samples")
@@ -240,14 +244,12 @@ def _adapters(t: Translation, kind: str) -> None:
     t.name_of(names)
     if t.flag("ds.load_in_4bit"):
         if not rank:
-            raise t.refuse(
-                "ds.load_in_4bit", True, "quantised weights are not trained: give adapters too (ds.lora.rank)"
-            )
+            raise t.refuse("ds.load_in_4bit", True, "quantised weights are not trained: add adapters (ds.lora.rank)")
         t.put("model.quantization", "nf4", "ds.load_in_4bit")
     if not rank:
         return
     if kind == "rm":
-        raise t.refuse("ds.lora.rank", rank, "reward models are trained whole")
+        raise t.refuse("ds.lora.rank", rank, "reward models are trained without adapters")
     t.put("model.lora.rank", rank, "ds.lora.rank")
     t.put("model.lora.alpha", t.number(names[0]), names[0])
     t.put("model.lora.dropout", t.number(names[1]), names[1])
@@ -264,7 +266,7 @@ def _template(t: Translation) -> None:
     template = t("data.input_template")
     if template and not t.flag("data.apply_chat_template"):
         text = str(template).removeprefix("$")
-        t.differ("a prompt", f"within data.input_template={text!r}", "the text alone: write the template into the rows")
+        t.differ("a prompt", f"within data.input_template={text!r}", "only the text: write the template into the rows")
 
 
 def _sft(t: Translation) -> None:
@@ -284,7 +286,7 @@ def _sft(t: Translation) -> None:
 def _dpo(t: Translation) -> None:
     reference = t("ref.model_name_or_path")
     if reference not in (None, t("model.model_name_or_path")):
-        raise t.refuse("ref.model_name_or_path", reference, "the reference is the model at the start")
+        raise t.refuse("ref.model_name_or_path", reference, "the reference is the initial model")
     t.put("algorithm.name", "dpo")
     beta, smoothing = t.number("model.beta"), t.number("model.label_smoothing")
     loss: dict[str, Any] = {"type": "ipo", "beta": beta} if t.flag("model.ipo_enable") else {
@@ -373,7 +375,7 @@ DEFAULTS: Settings = {
     "actor.num_gpus_per_node": 8,
 }
 PROGRAM = r"train_(ppo(_ray)?|sft|dpo|rm)(\.py)?$"
-REWARD_FILE = '''"""A reward of OpenRLHF's form, called as rewards are here."""
+REWARD_FILE = '''"""A reward with OpenRLHF's interface, called with the arguments of a reward here."""
 
 from atomrl.common.functions import find_function
 
@@ -535,7 +537,7 @@ def translate(path: Path, out: Path) -> Translation:
         out: path of the config.
     """
     if path.suffix == ".py":
-        raise ConfigError(f"{path}: OpenRLHF is given by flags: name the script (.sh) that calls it")
+        raise ConfigError(f"{path}: OpenRLHF is configured by flags: give the script (.sh) that calls it")
     flags, notes, launcher, program = read_flags(
         path, PROGRAM, "openrlhf.cli.train_ppo_ray, train_sft, train_dpo or train_rm"
     )
@@ -550,7 +552,7 @@ def translate(path: Path, out: Path) -> Translation:
     t.reasons = REASONS
     if older := [name for name in flags if name in OLDER]:
         t.approximate(
-            f"{len(older)} flags are of an older version ({older[0]}, ...); those left out have today's defaults"
+            f"{len(older)} flags are from an older version ({older[0]}, ...); missing ones have today's defaults"
         )
     name = t("logger.wandb.run_name") or path.stem
     t.put("run_name", str(name).replace("/", "-").lstrip("."), "logger.wandb.run_name")
@@ -580,7 +582,7 @@ def _policy(t: Translation, out: Path) -> None:
     """Translate `train_ppo_ray`."""
     machines, each = t.count("actor.num_nodes"), t.count("actor.num_gpus_per_node")
     setting = f"actor.num_gpus_per_node={each} x actor.num_nodes={machines}"
-    setting += "" if t.flag("train.colocate_all") else ", beside those of engines and other roles"
+    setting += "" if t.flag("train.colocate_all") else ", besides those of engines and other roles"
     put_gpus(t, machines * each, setting, machines)
     t.move(MOVES)
     _data(t)
@@ -596,14 +598,14 @@ def _policy(t: Translation, out: Path) -> None:
 def _differences(t: Translation) -> None:
     """Report numbers that differ from OpenRLHF's."""
     if t.tree["train"].get("warmup_ratio"):
-        t.differ("first update of the warm-up", "a learning rate of 0", "a part of it, as in the second of OpenRLHF's")
+        t.differ("first update of the warm-up", "a learning rate of 0", "that of OpenRLHF's second update")
     if t("algo.advantage.estimator") == "gae":
         t.differ(
-            "the critic's optimizer, but for its learning rate",
-            "of its own (critic.adam.*, critic.lr_*)",
-            "that of train",
+            "the critic's optimizer, except its learning rate",
+            "separate settings (critic.adam.*, critic.lr_*)",
+            "the settings of train",
         )
-    t.differ("draws", "of its own generators", "other rows first and other completions by the same seed")
+    t.differ("random draws", "its own generators", "the same seed gives another order of rows and other completions")
 
 
 def _data(t: Translation) -> None:
@@ -628,8 +630,8 @@ def _lengths_and_batches(t: Translation) -> None:
         t.put("rollout.max_completion_tokens", longest, "data.max_len")
         t.differ(
             "longest completion",
-            f"what its prompt leaves of {longest}",
-            f"{longest}, of which the row is cut to {longest}",
+            f"{longest} minus its prompt",
+            f"{longest}; rows are cut to {longest}",
         )
     if t("data.prompt_max_len") is not None:
         t.put("data.max_prompt_tokens", t.count("data.prompt_max_len"), "data.prompt_max_len")
@@ -666,12 +668,12 @@ def _model(t: Translation) -> None:
 
 def _objective(t: Translation) -> None:
     place = "algo.advantage."
-    other_form = "an episode is a function of another form here (docs/guides/environments.md)"
+    other_form = "episodes have another interface here (docs/guides/environments.md)"
     t.refuse_set({"train.agent_func_path": other_form})
     if t.flag("reward.normalize_enable"):
         t.to_do.append(
-            "reward.normalize_enable=True: OpenRLHF normalises scores by mean and std in the reward model's config; "
-            "here a score stays as it is: where the config has them, let a reward function return (score - mean) / std"
+            "reward.normalize_enable=True: OpenRLHF normalises scores by mean and std of the reward model's config; "
+            "here scores are not changed: if the config has them, return (score - mean) / std from a reward function"
         )
     kind = t.choice("algo.advantage.estimator", t(place + "estimator"), ESTIMATORS)
     advantage: dict[str, Any] = {"type": kind}
@@ -690,7 +692,7 @@ def _objective(t: Translation) -> None:
         value = {"type": "clipped", "coefficient": 1.0, "clip": t.number("critic.value_clip")}
         t.put("algorithm.value", value, "critic.value_clip")
     if t.flag(place + "no_std_norm") and kind in ("gae", "reinforce_pp", "reinforce_pp_baseline"):
-        raise t.refuse(place + "no_std_norm", True, "advantages are whitened here, or left as they are (whiten: false)")
+        raise t.refuse(place + "no_std_norm", True, "advantages are whitened here, or unchanged (whiten: false)")
     t.put("algorithm.name", "ppo" if kind == "gae" else "grpo")
     t.put("algorithm.advantage", advantage, *names)
     if t("actor.eps_clip_low_high") is None:
@@ -710,7 +712,7 @@ def _objective(t: Translation) -> None:
     if t.flag(place + "is_correction_enable"):
         if gspo:
             raise t.refuse(
-                place + "is_correction_enable", True, "with gspo the ratio is to the engine's log-probs then"
+                place + "is_correction_enable", True, "with gspo the ratio is then to the engine's log-probs"
             )
         low, high = t.numbers(place + "is_correction_threshold", 2)
         table = {
@@ -740,14 +742,14 @@ def _kl(t: Translation) -> None:
     group = t("algo.advantage.estimator") in ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
     t.put("algorithm.kl", kl, *names)
     if group and coefficient and not in_loss:
-        t.differ("KL", "taken off token by token after the baseline", "part of the reward before it")
+        t.differ("KL", "subtracted per token after the baseline", "part of the reward, before the baseline")
 
 
 def _shaping(t: Translation) -> None:
     low, high = t.numbers("reward.clip_range", 2)
     t.put("algorithm.shaping", {"lowest": low, "highest": high}, "reward.clip_range")
     if t("algo.advantage.estimator") in ("rloo", "reinforce_baseline", "group_norm", "dr_grpo"):
-        t.differ(f"bounds {low:g} and {high:g}", "of what is left after the baseline", "of the reward")
+        t.differ(f"bounds {low:g} and {high:g}", "of the reward after the baseline", "of the reward")
     if t("reward.overlong_buffer_len") is not None:
         penalty = {
             "soft_overlong": True,
@@ -759,7 +761,7 @@ def _shaping(t: Translation) -> None:
         bounds = t.numbers("algo.dynamic_filtering_range", 2)
         if bounds != [0.0, 1.0]:
             raise t.refuse(
-                "algo.dynamic_filtering_range", bounds, "groups are kept whose rewards are not all equal (0 1)"
+                "algo.dynamic_filtering_range", bounds, "groups whose rewards are not all equal are kept (0 1)"
             )
         t.put(
             "algorithm.group_filter", "mixed_outcomes", "algo.dynamic_filtering_enable", "algo.dynamic_filtering_range"
@@ -767,7 +769,7 @@ def _shaping(t: Translation) -> None:
         t.differ(
             "groups that are kept",
             "those whose mean is between 0 and 1",
-            "those whose rewards differ: the same for 0 and 1",
+            "those whose rewards differ: the same if rewards are 0 or 1",
         )
 
 
@@ -779,7 +781,8 @@ def _reward(t: Translation, out: Path) -> None:
             functions.append({"function": f"./{name}:reward_func"})
             t.files[name] = REWARD_FILE.replace("PATH", url)
             t.approximate(
-                f"reward.remote_url={url}: {name} calls its reward_func(queries, prompts, labels) as rewards are here"
+                f"reward.remote_url={url}: {name} calls its reward_func(queries, prompts, labels) with the arguments "
+                "of a reward here"
             )
         else:
             functions.append({"function": "http", "args": {"url": url}})
@@ -789,6 +792,6 @@ def _reward(t: Translation, out: Path) -> None:
         ]
     t.name_of(["reward.model_name_or_path"])
     if not functions:
-        t.approximate("the file names no reward; reward.functions is strict_math")
+        t.approximate("the file has no reward; reward.functions is strict_math")
     else:
         t.put("reward.functions", functions, "reward.remote_url", "reward.model_name_or_path")

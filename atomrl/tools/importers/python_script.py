@@ -149,7 +149,7 @@ class PythonScript:
         return sorted(calls, key=lambda call: (call.lineno, call.col_offset))
 
     def resolved(self, node: ast.expr) -> ast.expr:
-        """Follow a name to the expression that it is bound to; the node itself if it is no name or has no value."""
+        """Follow a name to the expression that it is bound to; the node itself if it is not a name or has no value."""
         for _ in range(20):
             if not isinstance(node, ast.Name):
                 return node
@@ -234,7 +234,7 @@ class PythonScript:
         """Return the error for an argument that affects training and is only known when the script runs."""
         text = ast.unparse(node)
         return ConfigError(
-            f"{self.path}:{node.lineno}: {called}({name}={text}) is only known when it runs; write its value"
+            f"{self.path}:{node.lineno}: {called}({name}={text}) is known only when it runs; write its value"
         )
 
     # ---- Values ----
@@ -333,7 +333,7 @@ class PythonScript:
             if len(arguments) == 2:
                 default = self._value(arguments[1])
                 self.notes.append(
-                    f"{self.place(node)}: {variable} is of the environment: its default {default!r} was taken"
+                    f"{self.place(node)}: {variable} is an environment variable: its default {default!r} was used"
                 )
                 return default
         if name in ("int", "float", "list", "tuple") and len(arguments) == 1 and not node.keywords:
@@ -388,10 +388,10 @@ class PythonScript:
         default = self._field_default(parsed, node.attr) if parsed else self._argparse_default(node.attr)
         value = self._value(default) if isinstance(default, ast.expr) else default
         if value is None:
-            raise Unknown(f"{ast.unparse(node)}: of the command line")
+            raise Unknown(f"{ast.unparse(node)}: from the command line")
         if not self.has_command_line:
             self.notes.append(
-                f"{self.place(node)}: {ast.unparse(node)} is of the command line: its default {value!r} was taken"
+                f"{self.place(node)}: {ast.unparse(node)} is from the command line: its default {value!r} was used"
             )
         return value
 

@@ -90,7 +90,7 @@ def read_script(text: str, source: str) -> Script:
             for part in _parts(line):
                 reading.line(part)
         except ValueError as error:  # quotes in the value of a variable
-            raise ConfigError(f"{source}: {line!r} cannot be read as a shell does: {error}") from None
+            raise ConfigError(f"{source}: {line!r} cannot be parsed as shell: {error}") from None
     return Script(reading.commands, list(dict.fromkeys(reading.notes)))
 
 
@@ -126,7 +126,7 @@ def _lines(text: str, source: str) -> Iterator[str]:
         yield begun.strip()
         begun, number = "", 0
     if begun.strip():
-        raise ConfigError(f"{source}:{number}: what begins here is not closed (a quote, or the bracket of an array)")
+        raise ConfigError(f"{source}:{number}: unclosed quote or bracket of an array")
 
 
 def _parts(line: str) -> Iterator[str]:
@@ -186,7 +186,7 @@ class _Reading:
             value = " ".join(shlex.split(self.expanded(value))) if "$(" not in value.replace("$((", "") else value
         value = re.sub(r"\\\s*\n", " ", value)
         if self.depth and name in self.variables and self.variables[name] != value:
-            self.notes.append(f"{name} is set under a condition: {value!r} was taken, the last")
+            self.notes.append(f"{name} is set under a condition: the last value, {value!r}, was used")
         self.variables[name] = self.variables.get(name, "") + (" " if array else "") * more + value if more else value
 
     def expanded(self, text: str) -> str:
@@ -231,11 +231,11 @@ class _Reading:
                 return value
         elif inside is not None and inside["default"]:
             default = inside["rest"].strip("\"'")
-            self.notes.append(f"{inside['name']} is of the environment: its default {default!r} was taken")
+            self.notes.append(f"{inside['name']} is an environment variable: its default {default!r} was used")
             if len(inside["rest"]) > 1 and inside["rest"][0] == inside["rest"][-1] == '"':  # quotes within are text
                 return _VARIABLE.sub(lambda match: self.value(match.group()), inside["rest"][1:-1])
             return self.expanded(default)
-        self.notes.append(f"{reference} is not set in the script, and stays as it is written")
+        self.notes.append(f"{reference} is not set in the script; copied as written")
         return reference
 
     def _sum(self, expression: str, reference: str) -> str:
@@ -244,7 +244,7 @@ class _Reading:
         try:
             return str(_computed(ast.parse(text.strip(), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError, KeyError):
-            self.notes.append(f"{reference} is no sum of whole numbers that the script sets")
+            self.notes.append(f"{reference} is not integer arithmetic on values that the script sets")
             return reference
 
 
@@ -296,12 +296,12 @@ def read_hydra(path: Path) -> tuple[Settings, list[str]]:
     if path.suffix in (".yaml", ".yml"):
         settings = _resolved(flat(read_yaml(path)))
         return settings, [
-            f"{key}={value} stays as it is written" for key, value in settings.items() if "${" in str(value)
+            f"{key}={value} was copied as written" for key, value in settings.items() if "${" in str(value)
         ]
     script = read_script(text_of(path), str(path))
     commands = [(settings, words) for words in script.commands if (settings := dict(_hydra_words(words)))]
     if not commands:
-        raise ConfigError(f"{path}: there is no command with key=value in it")
+        raise ConfigError(f"{path}: no command with key=value in it")
     settings, command = max(commands, key=lambda one: len(one[0]))
     bases = re.findall(r"--config-name[= ](\S+)", " ".join(command))
     notes = [
@@ -363,13 +363,13 @@ def read_flags(
         if start is not None and (settings := dict(flag_words(command[start + 1 :]))):
             commands.append((settings, dict(flag_words(command[:start])), command[start]))
     if not commands:
-        raise ConfigError(f"{path}: there is no command with --flags of {called}")
+        raise ConfigError(f"{path}: no command with --flags of {called}")
     flags, launcher, word = max(reversed(commands), key=lambda one: len(one[0]))
     return flags, [*script.notes, *_left_out(path, len(commands))], launcher, word
 
 
 def _left_out(path: Path, commands: int) -> list[str]:
-    return [f"{path.name} has {commands} such commands; the one with most keys was taken"] if commands > 1 else []
+    return [f"{path.name} has {commands} such commands; the one with the most keys was used"] if commands > 1 else []
 
 
 def flag_words(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -418,7 +418,7 @@ def text_of(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = "is no text" if isinstance(error, UnicodeDecodeError) else "cannot be read"
+        reason = "is not text" if isinstance(error, UnicodeDecodeError) else "cannot be read"
         hint = "; training_args.bin is a pickle, which can run code when opened: give the script or the YAML file"
         raise ConfigError(f"{path} {reason}{hint if path.suffix in ('.bin', '.pt', '.pkl') else ''}") from None
     return text

@@ -19,7 +19,7 @@ def same(value: Any) -> Any:
 
 ON, OFF = ("true", "1", "yes", "y", "on", "t"), ("false", "0", "no", "n", "off", "f")
 TEMPLATE = (
-    "the chat template is the tokenizer's: save it beside the model as chat_template.jinja, and leave the key out"
+    "the chat template is read from the tokenizer: save it with the model as chat_template.jinja, and remove the key"
 )
 """Reason for refusing a key that names another chat template."""
 
@@ -72,7 +72,7 @@ class Translation:
         self.to_do: list[str] = []
         """Steps that are left to the user, with their lines in the source."""
         self.files: dict[str, str] = {}
-        """Files to write beside the config: name -> text."""
+        """Files to write next to the config: name -> text."""
         self.gpus: tuple[int, str] | None = None
         """Number of GPUs, and the setting that says so; None if the script does not say."""
         self.machines = 1
@@ -129,13 +129,13 @@ class Translation:
         """Return the value of a key as an integer, which it has to be."""
         number = self.number(name)
         if number % 1:  # also NaN, for infinity
-            raise ConfigError(f"{self.named(name)}={number:g} is no whole number")
+            raise ConfigError(f"{self.named(name)}={number:g} is not a whole number")
         return int(number)
 
     def count(self, name: str) -> int:
         """Return the value of a key as an integer >= 1."""
         if (number := self.integer(name)) < 1:
-            raise ConfigError(f"{self.named(name)}={number} is not 1 at least")
+            raise ConfigError(f"{self.named(name)}={number} is not at least 1")
         return number
 
     def flag(self, *names: str) -> bool:
@@ -149,7 +149,7 @@ class Translation:
             return bool(value)
         word = str(value).lower()
         if word not in (*ON, *OFF):
-            raise ConfigError(f"{self.named(str(self.name_of(names)))}={value} is neither true nor false: write which")
+            raise ConfigError(f"{self.named(str(self.name_of(names)))}={value} is neither true nor false")
         return word in ON
 
     def mapping(self, name: str) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class Translation:
         except ValueError:
             value = name
         if not isinstance(value, Mapping | None):
-            raise ConfigError(f"{self.named(name)}={self(name)} is no mapping")
+            raise ConfigError(f"{self.named(name)}={self(name)} is not a mapping")
         return dict(value or {})
 
     def numbers(self, name: str, count: int) -> list[float]:
@@ -243,9 +243,9 @@ class Translation:
         """Set `rollout.engine` for a library with a separate engine: `sglang` and `hf` stay, vLLM becomes `auto`."""
         supported = engine in ("sglang", "hf")
         self.put("rollout.engine", engine if supported else "auto", *names)
-        auto = "the trainer's own with the native engine, else vLLM's (rollout.engine=auto)"
+        auto = "the trainer's with the native engine, else vLLM's (rollout.engine=auto)"
         here = f"{engine}'s" if supported else auto
-        self.differ("log-probs of the engine", f"{engine}'s, apart from the trainer's", here)
+        self.differ("log-probs of the engine", f"those of {engine}, separate from the trainer's", here)
 
     def differ(self, what: str, theirs: str, here: str) -> None:
         """Report a number that differs here, with both values."""
@@ -263,7 +263,7 @@ class Translation:
 
     def refuse(self, name: str, value: Any, why: str) -> ConfigError:
         """Return the error for a key that affects training and has no counterpart, so that it cannot be left out."""
-        return ConfigError(f"{self.named(name)}={value} has no counterpart, and decides what is trained: {why}")
+        return ConfigError(f"{self.named(name)}={value} has no counterpart and affects training: {why}")
 
     def refuse_set(self, reasons: Mapping[str, str]) -> None:
         """Refuse keys that affect training, if they are on: name -> reason why there is no counterpart."""
@@ -274,7 +274,7 @@ class Translation:
     def choice(self, name: str, value: Any, table: Mapping[Any, Any]) -> Any:
         """Look up a value in a table; other values are refused."""
         if not isinstance(value, Hashable) or value not in table:
-            raise self.refuse(name, value, f"those that have one are {', '.join(map(str, table))}")
+            raise self.refuse(name, value, f"supported: {', '.join(map(str, table))}")
         return table[value]
 
     @property
@@ -304,14 +304,14 @@ class Translation:
         for name, value in self.settings.items():
             if name not in self._read:
                 reason = self.reason(name)
-                lines.append(f"{name}={value} ({reason or f'AtomRL knows no such key of {self.library}'})")
+                lines.append(f"{name}={value} ({reason or f'not a key of {self.library} known to AtomRL'})")
         return lines
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # The GPUs of a script.
 
-ONE = "--gpus 1 --memory 24GiB plans it for one card"
+ONE = "for a single card use --gpus 1 --memory 24GiB"
 
 
 def put_gpus(t: Translation, gpus: int, setting: str, machines: int = 1) -> None:
@@ -331,19 +331,19 @@ def put_gpus(t: Translation, gpus: int, setting: str, machines: int = 1) -> None
 def gpu_line(t: Translation, rows_per_update: int | None, draws: bool) -> str:
     """Return the first line of the report: how the script's GPUs are translated."""
     if t.gpus is None:
-        return "1 GPU: the script does not say on how many it runs; the config is for one process"
+        return "1 GPU: the script does not set the number; the config is for one process"
     count, setting = t.gpus
     if count == 1:
         return f"1 GPU ({setting}): the config is for one process"
-    batch = f", {rows_per_update} rows an optimizer step" if rows_per_update else ""
+    batch = f", {rows_per_update} rows per optimizer step" if rows_per_update else ""
     parts = [
         f"{count} GPUs ({setting}): the config has backend.type=fsdp, which shards weights, gradients and Adam over "
-        f"as many GPUs as the run is started on, and its batches are those of all {count} together{batch}: the same "
-        "numbers on any"
+        f"as many GPUs as the run is started on, and its batches are those of all {count} together{batch}: the numbers "
+        "are the same on any number of GPUs"
     ]
     if draws:
-        several = "on several with cluster.replicas (docs/guides/distributed_rollout.md)"
-        parts.append(f"completions are drawn on the first GPU, {several}")
+        several = "or on several with cluster.replicas (docs/guides/distributed_rollout.md)"
+        parts.append(f"completions are sampled on the first GPU, {several}")
     if t.machines > 1:
-        parts.append(f"on {t.machines} machines torchrun starts it on each (docs/guides/multi_gpu.md)")
+        parts.append(f"on {t.machines} machines start it on each with torchrun (docs/guides/multi_gpu.md)")
     return "; ".join([*parts, ONE])

@@ -90,15 +90,15 @@ def _shared(t: Translation, processes: int) -> None:
     if not t.is_set("max_prompt_length"):
         t.put("data.max_prompt_tokens", 512, "max_prompt_length")
         t.differ(
-            "longest prompt", "no limit", "512 tokens (data.max_prompt_tokens); longer ones are left out, and counted"
+            "longest prompt", "no limit", "512 tokens (data.max_prompt_tokens); longer ones are dropped and counted"
         )
     else:
         t.put("data.overlong_prompt", "truncate", "max_prompt_length")
     _grpo_batches(t, processes)
     _sampling(t)
     t.put("data.answer_field", None)  # every column is given to the rewards by its name, as in TRL
-    here = "other rows first and other completions by the same seed"
-    t.differ("draws", f"seed={t.integer('seed')} of its own generators", here)
+    here = "the same seed gives another order of rows and other completions"
+    t.differ("random draws", f"seed={t.integer('seed')} with its own generators", here)
 
 
 def _sampling(t: Translation) -> None:
@@ -129,9 +129,9 @@ def _grpo_batches(t: Translation, processes: int) -> None:
         generated = t.count("generation_batch_size")
     if generated % n or generated % per_update:
         raise ConfigError(
-            f"{t.named('per_device_train_batch_size')}={each}: a generation has {generated} completions, no multiple "
-            f"of num_generations={n} and of the {per_update} completions of an optimizer step ({each} x {processes} "
-            f"processes x gradient_accumulation_steps={accumulated}); --processes N says how many ran it"
+            f"{t.named('per_device_train_batch_size')}={each}: a generation has {generated} completions, not a "
+            f"multiple of num_generations={n} and of the {per_update} completions of an optimizer step ({each} x "
+            f"{processes} processes x gradient_accumulation_steps={accumulated}); set their number with --processes N"
         )
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     t.put(
@@ -156,7 +156,7 @@ def _grpo_batches(t: Translation, processes: int) -> None:
     if t.integer("max_steps") <= 0:
         t.differ(
             "end of an epoch",
-            f"rows that fill no whole generation of {generated // n} prompts are left out",
+            f"rows that do not fill a generation of {generated // n} prompts are dropped",
             "they come first in the next epoch, so the run may have a step more",
         )
 
@@ -224,50 +224,50 @@ NO_LIMIT = 2**20
 def translate_sft(t: Translation, processes: int) -> None:
     """Translate SFT's own arguments."""
     if (loss := t("loss_type")) not in ("nll", "chunked_nll", None):
-        raise t.refuse("loss_type", loss, "the likelihood of every token weighs the same here")
+        raise t.refuse("loss_type", loss, "every token has the same weight here")
     if t("completion_only_loss") is not None and not t.flag("completion_only_loss"):
-        raise t.refuse("completion_only_loss", False, "only what the assistant says is trained on")
+        raise t.refuse("completion_only_loss", False, "only assistant messages are trained on")
     if "sft" not in t.tree:  # a Python script may rename the column
         t.put("sft.completion_field", "completion")
     t.name_of(["loss_type", "completion_only_loss"])
     if not t.flag("assistant_only_loss"):
         t.differ(
             "tokens of rows with messages that are trained (assistant_only_loss=False)",
-            "all, of every role",
-            "the assistant's; rows with prompt and completion are the same",
+            "those of all roles",
+            "those of the assistant; rows with prompt and completion are the same",
         )
     if t.is_set("dataset_text_field"):
         t.to_do.append(
-            f"dataset_text_field={t('dataset_text_field')}: plain text is trained on by a config with the section "
+            f"dataset_text_field={t('dataset_text_field')}: to train on plain text, use a config with the section "
             "`pretrain` (docs/guides/pretraining.md)"
         )
     if t.flag("packing"):
         t.differ(
             "a row of a batch (packing=True)",
             "a block of max_length tokens with several demonstrations",
-            "a demonstration: raise train.rows_per_update by how many fit into a block",
+            "a demonstration: multiply train.rows_per_update by the number that fit into a block",
         )
     _batches(t, processes, rows_of_one=1)
-    _lengths(t, "cut")
+    _lengths(t, "truncated")
 
 
 def translate_dpo(t: Translation, processes: int) -> None:
     """Translate DPO's own arguments."""
     t.refuse_set(
         {
-            "use_weighting": "pairs all weigh the same here",
-            "reference_free": "algorithm.score={type: logprob} compares log-probs; say so yourself",
+            "use_weighting": "all pairs have the same weight here",
+            "reference_free": "to compare log-probs, set algorithm.score={type: logprob} yourself",
         }
     )
     t.put("algorithm.name", "dpo")
     _losses(t)
     _batches(t, processes, rows_of_one=2)
-    _lengths(t, "cut")
+    _lengths(t, "truncated")
 
 
 def translate_reward(t: Translation, processes: int) -> None:
     """Translate a reward model's own arguments."""
-    t.refuse_set({"use_peft": "reward models are trained whole"})
+    t.refuse_set({"use_peft": "reward models are trained without adapters"})
     t.put("algorithm.name", "reward_model")
     t.put(
         "algorithm.centring",
@@ -277,11 +277,11 @@ def translate_reward(t: Translation, processes: int) -> None:
     t.put(
         "algorithm.margin",
         1.0,
-        because="TRL takes a column margin where the rows have one; here also what score_chosen and score_rejected "
-        "say, and 0 leaves both out",
+        because="TRL uses a column margin if the rows have one; here score_chosen and score_rejected are "
+        "used too, and 0 ignores both",
     )
     _batches(t, processes, rows_of_one=2)
-    _lengths(t, "left out")
+    _lengths(t, "dropped")
 
 
 def _batches(t: Translation, processes: int, rows_of_one: int) -> None:
@@ -294,12 +294,14 @@ def _batches(t: Translation, processes: int, rows_of_one: int) -> None:
     t.name_of(["shuffle_dataset"])
     t.put("data.answer_field", None)
     put_steps(t, updates=1)
-    t.differ("draws", f"seed={t.integer('seed')} of its own generators", "other rows first by the same seed")
+    t.differ(
+        "random draws", f"seed={t.integer('seed')} with its own generators", "the same seed gives another order of rows"
+    )
     if t.integer("max_steps") <= 0:
         t.differ(
             "end of an epoch",
-            "a smaller batch of the rows that are left",
-            "a whole one, with the next epoch's first rows",
+            "a smaller batch of the remaining rows",
+            "a full one, with the next epoch's first rows",
         )
 
 
@@ -307,20 +309,20 @@ def _lengths(t: Translation, overlong: str) -> None:
     length = None if t("max_length") is None else t.integer("max_length")
     mode = t("truncation_mode")
     if length is None:
-        t.put("data.max_prompt_tokens", NO_LIMIT, "max_length", because="no limit but the model's context")
+        t.put("data.max_prompt_tokens", NO_LIMIT, "max_length", because="no limit except the model's context")
         return
     if mode == "keep_end":
-        raise t.refuse("truncation_mode", mode, "rows are cut at their end")
+        raise t.refuse("truncation_mode", mode, "rows are truncated at the end")
     t.put("train.max_row_tokens", length, "max_length", "truncation_mode")
-    if overlong == "left out":
-        t.differ(f"rows over {length} tokens", "left out", "cut")
+    if overlong == "dropped":
+        t.differ(f"rows over {length} tokens", "dropped", "truncated")
     t.put("data.max_prompt_tokens", length - 1, "max_length")  # of a longer prompt nothing is left to train on
     if t("max_prompt_length") is not None:
         t.put(
             "data.max_prompt_tokens",
             t.count("max_prompt_length"),
             "max_prompt_length",
-            because="longer prompts are left out",
+            because="longer prompts are dropped",
         )
 
 
@@ -334,11 +336,11 @@ def _losses(t: Translation) -> None:
     divergence = str(t("f_divergence_type")).rpartition(".")[2].lower()
     beta, smoothing = t.number("beta"), t.number("label_smoothing")
     if not named:
-        raise t.refuse("loss_type", loss_type, "the likelihood alone is SFT (the section `sft`)")
+        raise t.refuse("loss_type", loss_type, "only the likelihood is SFT (the section `sft`)")
     if named.keys() & PER_TOKEN and named.keys() - PER_TOKEN:
-        raise t.refuse("loss_type", loss_type, "a run has one score: means over tokens (ipo, sigmoid_norm), or sums")
+        raise t.refuse("loss_type", loss_type, "a run has one score: means over tokens (ipo, sigmoid_norm) or sums")
     if divergence != "reverse_kl" and (odd := sorted(named.keys() & LOG_RATIOS)):
-        raise t.refuse("f_divergence_type", divergence, f"TRL's {', '.join(odd)} takes log-ratios all the same")
+        raise t.refuse("f_divergence_type", divergence, f"TRL's {', '.join(odd)} uses log-ratios anyway")
     losses: list[dict[str, Any]] = []
     for kind, weight in named.items():
         loss: dict[str, Any] = {"type": t.choice("loss_type", kind, LOSSES), "beta": beta}
@@ -348,8 +350,8 @@ def _losses(t: Translation) -> None:
     t.put("algorithm.loss", losses, "loss_type", "loss_weights", "beta", "label_smoothing", "discopop_tau")
     if smoothing and not named.keys() & SMOOTHED:
         t.approximate(
-            f"label_smoothing={smoothing:g}: TRL's {', '.join(named)} does not read it (with sigmoid earlier versions "
-            "did, which is cDPO: algorithm.loss.label_smoothing)"
+            f"label_smoothing={smoothing:g}: TRL's {', '.join(named)} ignores it (earlier versions did not with "
+            "sigmoid, which is cDPO: algorithm.loss.label_smoothing)"
         )
     if named.keys() & {"aot", "aot_unpaired"}:
         t.differ("ranks of aot", "within a forward pass of one process", "within the optimizer step")
@@ -449,7 +451,7 @@ def translate(
     if (count := processes or reading.processes) is not None:
         put_gpus(t, count, f"--processes {processes}" if processes else reading.processes_from)
     elif path.suffix != ".sh":
-        t.approximate("how many processes there are is not in the file: 1 was taken; --processes N says otherwise")
+        t.approximate("the file does not set the number of processes: 1 was used; set it with --processes N")
     script = reading.script
     if script is not None:
         put_rows(t, script, reading.kind, out)
@@ -467,7 +469,7 @@ def translate(
     _check_names(t, path, reading)
     if "path" not in t.tree.get("model", {}):
         made = f"give {which.called}Trainer(model=...)" if path.suffix == ".py" else "give --model_name_or_path"
-        raise ConfigError(f"{path} names no model: {made}")
+        raise ConfigError(f"{path} has no model: {made}")
     return t
 
 
@@ -476,18 +478,18 @@ def _check_names(t: Translation, path: Path, reading: Reading) -> None:
     if reading.script is not None:
         t.name_of(reading.script.used)
         for name in reading.flags.keys() - reading.script.used - t.settings.keys():
-            t.to_do.append(f"--{name}={reading.flags[name]}: what the script does with it is not translated")
+            t.to_do.append(f"--{name}={reading.flags[name]}: its use in the script is not translated")
     known = sorted({*t.read_keys, *t.reasons, *t.defaults, *OF_ALL})
     called = f"{TRAINERS[reading.kind].called}Config"
     for name in t.unread:
         if name in OF_ALL:
-            t.leave(name, "nothing here reads it")
+            t.leave(name, "not used here")
         elif reading.own_flags:
-            t.to_do.append(f"--{name}={t.settings[name]} is the script's own flag: what it does is not translated")
+            t.to_do.append(f"--{name}={t.settings[name]} is the script's own flag: its use is not translated")
             t.leave(name, "the script's own flag")
         else:
             place = reading.script.places.get(name, path) if reading.script else path
-            raise ConfigError(f"{place}: TRL's {called} has no argument {name!r}; {did_you_mean(name, known)}")
+            raise ConfigError(f"{place}: {called} of TRL has no argument {name!r}; {did_you_mean(name, known)}")
 
 
 def _read(path: Path, trainer: str | None, command: list[str] | None, out: Path) -> Reading:
@@ -502,7 +504,7 @@ def _read(path: Path, trainer: str | None, command: list[str] | None, out: Path)
     for name in [name for name, value in settings.items() if name.startswith("no_") and value is True]:
         settings[name.removeprefix("no_")] = not settings.pop(name)  # as argparse has it for what is on by default
     if "config" in settings:
-        notes = [*notes, f"--config {settings.pop('config')} was not read; import it by itself"]
+        notes = [*notes, f"--config {settings.pop('config')} was not read; import it separately"]
     settings.pop("env", None)
     launched = {key.replace("-", "_"): value for key, value in launcher.items()}
     setting = path.parent / str(launched.get("config_file", ""))
@@ -521,7 +523,7 @@ def _read(path: Path, trainer: str | None, command: list[str] | None, out: Path)
         named = {"grpo"}
     own = program.endswith(".py") and Path(program).stem not in TRAINERS
     if own:
-        notes.append(f"{program} is not beside {path.name}: what it does with its flags was not read")
+        notes.append(f"{program} is not next to {path.name}: how it uses its flags was not read")
     return Reading(_only(path, named, trainer), settings, notes, processes, origin, own_flags=own)
 
 
@@ -530,7 +532,7 @@ def _read_python(path: Path, trainer: str | None, flags: Settings | None, out: P
     there = trainers_in(script, {kind: one.called for kind, one in TRAINERS.items()})
     if not there:
         trainers = ", ".join(f"{one.called}Trainer(...)" for one in TRAINERS.values())
-        raise ConfigError(f"{path} calls no {trainers.replace(', Reward', ' or Reward')}")
+        raise ConfigError(f"{path} does not call {trainers.replace(', Reward', ' or Reward')}")
     kind = _only(path, there, trainer)
     arguments = ScriptReader(script, kind, TRAINERS[kind].called, f"{out.stem}_rewards.py").read()
     return Reading(kind, arguments.settings, [], None, "", arguments, flags or {}, own_flags=bool(flags))
@@ -551,15 +553,13 @@ def _only(path: Path, named: set[str], trainer: str | None) -> str:
     """Return the single trainer of a file.
 
     Raises:
-        ConfigError: there is none, there are several, or it is another than the one that is asked for.
+        ConfigError: there is none, there are several, or it is not the requested one.
     """
     if trainer is None and len(named) == 1:
         return next(iter(named))
     if trainer is None or (named and trainer not in named):
-        problem = (
-            f"is of TRL's {', '.join(sorted(named))}" if named else "does not say of which of TRL's trainers it is"
-        )
-        raise ConfigError(f"{path} {problem}: --trainer {'|'.join(sorted(named or TRAINERS))}")
+        problem = f"uses {', '.join(sorted(named))} of TRL" if named else "does not name a trainer of TRL"
+        raise ConfigError(f"{path} {problem}: set --trainer {'|'.join(sorted(named or TRAINERS))}")
     return trainer
 
 

@@ -16,19 +16,19 @@ from atomrl.tools.importers.trl_script import ScriptArguments
 # --------------------------------------------------------------------------------------------------------------------
 # Arguments that are not translated: irrelevant ones with the reason, and those that are refused if they are on.
 
-LOGGING = "each step is in the run's metrics.jsonl, whatever TRL would log"
+LOGGING = "metrics.jsonl has every step"
 COMPLETIONS = "completions of each step are in the run's folder: atomrl rollouts"
 LOADING = "how rows are loaded; the rows are the same"
-KERNEL = "how it is computed, not what; AtomRL has kernels of its own"
+KERNEL = "an implementation choice; AtomRL has its own kernels"
 SHARDS = "how processes share the model: section backend (docs/guides/multi_gpu.md)"
-SERVER = "of TRL's vLLM; section rollout says where completions are drawn"
-UPLOAD = "nothing is uploaded: atomrl export, then huggingface-cli upload"
-SAVING = "checkpoints hold model, optimizer and progress (docs/guides/checkpoints.md)"
-EVALUATION = "evaluation computes as section eval says"
-REFERENCE = "of sync_ref_model, which is off"
-ENTROPY = "of use_adaptive_entropy, which is off"
-DROPOUT = "a model's own dropout is always off here"
-PADDING = "rows lie end to end, without padding"
+SERVER = "an option of TRL's vLLM; section rollout sets where completions are sampled"
+UPLOAD = "nothing is uploaded: use atomrl export, then huggingface-cli upload"
+SAVING = "checkpoints have model, optimizer and progress (docs/guides/checkpoints.md)"
+EVALUATION = "section eval sets how evaluation computes"
+REFERENCE = "for sync_ref_model, which is off"
+ENTROPY = "for use_adaptive_entropy, which is off"
+DROPOUT = "a model's dropout is always off here"
+PADDING = "rows are packed, without padding"
 
 
 def _of(reason: str, names: str) -> dict[str, str]:
@@ -75,52 +75,52 @@ WITHOUT_MEANING: Mapping[str, str] = {
     **_of(ENTROPY, "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target"),
     **_of(DROPOUT, "disable_dropout"),
     **_of(PADDING, "pad_token pad_to_multiple_of padding_free packing_strategy pad_token_id"),
-    **_of("of loss_type=vespo, which is off", "vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg"),
-    **_of("the reference's log-probs are computed in each step; they are the same numbers",
+    **_of("for loss_type=vespo, which is off", "vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg"),
+    **_of("the reference's log-probs are computed in each step, with the same values",
           "precompute_ref_log_probs precompute_ref_batch_size"),
-    **_of("checkpoint.keep_best keeps the best one, by a metric of its name here",
+    **_of("checkpoint.keep_best keeps the best one, by the name of a metric here",
           "load_best_model_at_end metric_for_best_model greater_is_better"),
     "use_bnb_nested_quant": "the scales of the 4 bits are not quantised again, which is more exact",
     "bnb_4bit_use_double_quant": "the scales of the 4 bits are not quantised again, which is more exact",
-    "test_split_size": "rows are not split here: name those that are held out in data.eval",
+    "test_split_size": "rows are not split here: set data.eval to the held-out rows",
     "streaming": LOADING,
-    "resume_from_checkpoint": "a run goes on with --resume",
-    "eos_token": "a turn ends with the token that the chat template writes behind it",
-    "data_seed": "seed decides the order of the rows too",
-    "lora_task_type": "of peft's class, not of the adapters",
-    "task_type": "of peft's class, not of the adapters",
-    "inference_mode": "of peft's class, not of the adapters",
-    "router_aux_loss_coef": "the loss that balances a mixture's experts is not computed; other models have none",
-    "max_tool_calling_iterations": "without tools nothing is called",
+    "resume_from_checkpoint": "--resume continues a run",
+    "eos_token": "a turn ends with the token that the chat template writes after it",
+    "data_seed": "seed sets the order of the rows too",
+    "lora_task_type": "an option of peft's class, not of the adapters",
+    "task_type": "an option of peft's class, not of the adapters",
+    "inference_mode": "an option of peft's class, not of the adapters",
+    "router_aux_loss_coef": "the load-balancing loss of experts is not computed; other models have none",
+    "max_tool_calling_iterations": "there are no tools to call",
     "cast_lm_head_to_fp32": "the output matrix computes in model.dtype; log-probs are float32",
-    "sapo_temperature_neg": "of loss_type=sapo, which is off",
-    "sapo_temperature_pos": "of loss_type=sapo, which is off",
+    "sapo_temperature_neg": "for loss_type=sapo, which is off",
+    "sapo_temperature_pos": "for loss_type=sapo, which is off",
 }  # fmt: skip
 """Arguments that do not affect what is trained -> reason."""
 
 REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "min_p": ((None, 0, 0.0), "completions are drawn by temperature, top_p and top_k"),
-    "repetition_penalty": ((None, 1, 1.0), "completions are drawn from the model as it is"),
-    "vllm_structured_outputs_regex": ((None,), "completions are drawn from the model as it is"),
-    "vllm_guided_decoding_regex": ((None,), "completions are drawn from the model as it is"),
-    "use_adaptive_entropy": ((None, False), "the coefficient of the entropy stays as it is here"),
-    "sync_ref_model": ((None, False), "the reference model stays as it is here"),
-    "use_bias_correction_kl": ((None, False), "algorithm.kl.k2_gradient mends the same bias in another way"),
-    "neftune_noise_alpha": ((None, 0, 0.0), "embeddings get no noise here"),
-    "label_smoothing_factor": ((None, 0, 0.0), "the likelihood has no smoothing here"),
+    "min_p": ((None, 0, 0.0), "completions are sampled with temperature, top_p and top_k"),
+    "repetition_penalty": ((None, 1, 1.0), "completions are sampled from the unmodified model"),
+    "vllm_structured_outputs_regex": ((None,), "completions are sampled from the unmodified model"),
+    "vllm_guided_decoding_regex": ((None,), "completions are sampled from the unmodified model"),
+    "use_adaptive_entropy": ((None, False), "the coefficient of the entropy is constant here"),
+    "sync_ref_model": ((None, False), "the reference model is fixed here"),
+    "use_bias_correction_kl": ((None, False), "algorithm.kl.k2_gradient corrects the same bias in another way"),
+    "neftune_noise_alpha": ((None, 0, 0.0), "noise on embeddings is not supported"),
+    "label_smoothing_factor": ((None, 0, 0.0), "label smoothing is not supported"),
     "optim_args": ((None,), "AdamW is set by train.adam_*"),
-    "optim_target_modules": ((None,), "all trained weights have one optimizer"),
+    "optim_target_modules": ((None,), "all weights have the same optimizer"),
     "use_dora": ((None, False), "adapters are plain LoRA"),
-    "lora_modules_to_save": ((None, [], ["score"]), "beside the adapters nothing is trained"),
+    "lora_modules_to_save": ((None, [], ["score"]), "only the adapters are trained"),
     "lora_target_parameters": ((None, []), "adapters are on linear layers"),
-    "lora_bias": ((None, "none"), "beside the adapters nothing is trained"),
-    "layers_to_transform": ((None,), "adapters are on all layers: name them by model.lora.target_modules"),
-    "rank_pattern": ((None, {}), "all adapters have one rank"),
-    "alpha_pattern": ((None, {}), "all adapters have one scale"),
-    "init_lora_weights": ((None, True), "adapters begin at zero"),
+    "lora_bias": ((None, "none"), "only the adapters are trained"),
+    "layers_to_transform": ((None,), "adapters are on all layers: select modules with model.lora.target_modules"),
+    "rank_pattern": ((None, {}), "all adapters have the same rank"),
+    "alpha_pattern": ((None, {}), "all adapters have the same scale"),
+    "init_lora_weights": ((None, True), "adapters are initialized to zero"),
     "bnb_4bit_quant_type": ((None, "nf4"), "4 bits are nf4 here"),
-    "model_revision": ((None, "main"), "download that revision and name its folder in model.path"),
-    "revision": ((None, "main"), "download that revision and name its folder in model.path"),
+    "model_revision": ((None, "main"), "download that revision and set model.path to its folder"),
+    "revision": ((None, "main"), "download that revision and set model.path to its folder"),
 }
 """Arguments that affect what is trained and have no counterpart -> values with which they are off, and the reason."""
 
@@ -166,9 +166,7 @@ def translate_objective(t: Translation) -> None:
     delta = None if t("delta") is None else t.number("delta")
     if loss == "cispo":
         if high < 1:
-            raise t.refuse(
-                "epsilon_high", high, "with loss_type=cispo it is the bound of the ratio itself, and usually 5"
-            )
+            raise t.refuse("epsilon_high", high, "with loss_type=cispo it is the bound of the ratio itself, usually 5")
         clip: dict[str, Any] = {"type": "cispo", "low": 1.0, "high": round(high - 1, 12)}
     elif loss == "sapo":
         clip = {
@@ -199,7 +197,7 @@ def translate_rloo_objective(t: Translation) -> None:
     t.put("algorithm.name", "rloo")
     if t.flag("normalize_advantages"):
         raise t.refuse(
-            "normalize_advantages", True, "advantages of rloo are left as they are: scale_rewards of GRPO does"
+            "normalize_advantages", True, "advantages of rloo are not normalised here; GRPO has scale_rewards"
         )
     t.put("algorithm.advantage", {"type": "rloo"})
     low = t.number("epsilon")
@@ -294,12 +292,10 @@ def put_rows(t: Translation, script: ScriptArguments, kind: str, out: Path) -> N
         if rows.literal is not None:
             name = f"{out.stem}_{split}.jsonl"
             t.files[name] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.literal)
-            t.put(f"data.{split}", os.path.join(str(out.parent), name), because="the rows that the script writes out")
+            t.put(f"data.{split}", os.path.join(str(out.parent), name), because="rows written in the script")
         elif rows.sources:
             where = rows.sources[0] if len(rows.sources) == 1 else rows.sources
-            why = (
-                "" if all(map(_is_named, rows.sources)) else "a data set of the hub is named with its owner: OWNER/NAME"
-            )
+            why = "" if all(map(_is_named, rows.sources)) else "a data set on the hub needs its owner: OWNER/NAME"
             t.settings[argument] = " + ".join(rows.sources)
             t.put(f"data.{split}", where, argument, because=why)
         else:
@@ -325,8 +321,8 @@ def _put_fields(t: Translation, rows: Rows, kind: str, argument: str) -> None:
             t.put(key, source, argument)
         elif kind != "grpo":
             t.to_do.append(
-                f"the column {column} is {source} in the data, and no key names it: write the rows to a file "
-                "with that name"
+                f"the column {column} is {source} in the data, which no key can set: write the rows to a file with "
+                "that name"
             )
     if rows.system:
         t.put("data.system_prompt", rows.system, argument)
@@ -339,7 +335,7 @@ def put_rewards(t: Translation, script: ScriptArguments, out: Path) -> None:
     weights = list(weights) if isinstance(weights, list | tuple) else [weights]
     if len(weights) != len(script.rewards):
         t.approximate(
-            f"reward_weights={weights} are not as many as the rewards that the script names: each has the weight 1"
+            f"reward_weights={weights} do not match the number of rewards in the script: each has the weight 1"
         )
         weights = [1.0] * len(script.rewards)
     rows = script.train or Rows()
@@ -354,20 +350,20 @@ def put_rewards(t: Translation, script: ScriptArguments, out: Path) -> None:
             item = {"function": _relative(reward["path"], out), "completions": "messages"}
             if rows.conversational or _renamed(rows):
                 t.to_do.append(
-                    f"{reward['path']}: the script makes messages of its rows, or names columns anew, which are text "
-                    "and have their own names in the data: the reward has to read them so"
+                    f"{reward['path']}: the script turns its rows into messages or renames columns; here prompts are "
+                    "text and columns have their names in the data: change the reward accordingly"
                 )
         else:
             item = trl_reward(t, reward["trl"], reward["args"], own, needs)
         functions.append(item | ({"weight": float(weight)} if float(weight) != 1.0 else {}))
     if not functions:
-        t.approximate("the script names no reward function; reward.functions is strict_math")
+        t.approximate("the script has no reward function; reward.functions is strict_math")
         return
     text = ""
     if script.copies is not None:
         text = script.copies.text(rows.system or "" if rows.conversational else None, _renamed(rows))
     if needs:
-        text = (text or '"""Rewards that atomrl import wrote."""\n') + "\n" + "\n".join(needs)
+        text = (text or '"""Rewards written by atomrl import."""\n') + "\n" + "\n".join(needs)
     if text:
         t.files[f"{out.stem}_rewards.py"] = text
     if "reward_funcs" not in t.settings:
@@ -384,7 +380,7 @@ def trl_reward(t: Translation, name: str, args: dict[str, Any], own: str, needs:
     """Translate one of TRL's own rewards.
 
     Args:
-        own: the file beside the config.
+        own: the file next to the config.
         needs: gets the source of what goes to that file.
     """
     if name in ("accuracy_reward", "reasoning_accuracy_reward"):
@@ -406,7 +402,7 @@ def trl_reward(t: Translation, name: str, args: dict[str, Any], own: str, needs:
         t.differ("reward repetition_penalty", "n-grams of tokens", "n-grams of words")
         return {"function": "repetition_penalty", "args": args} if args else {"function": "repetition_penalty"}
     raise t.refuse(
-        "reward_funcs", name, "of TRL's rewards there are accuracy_reward, reasoning_accuracy_reward, "
+        "reward_funcs", name, "supported rewards of TRL: accuracy_reward, reasoning_accuracy_reward, "
         "think_format_reward, get_soft_overlong_punishment and get_repetition_penalty_reward; write this one as a "
         "function (docs/guides/rewards.md)"
     )  # fmt: skip
@@ -485,9 +481,7 @@ def translate_shared(t: Translation, path: Path) -> None:
     t.move(MOVES)
     optimizer = t.choice("optim", t("optim"), OPTIMIZERS)
     if optimizer != "adamw" and t.gpus is not None and t.gpus[0] > 1:
-        t.differ(
-            "Adam's moments", f"in 8 bits ({t('optim')})", "float32, in shards: those of several GPUs have no 8 bits"
-        )
+        t.differ("Adam's moments", f"8 bits ({t('optim')})", "float32, sharded: several GPUs do not support 8 bits")
         optimizer = "adamw"
     t.put("train.optimizer", optimizer, "optim")
     t.put("train.max_grad_norm", t.number("max_grad_norm") or NO_CLIP, "max_grad_norm")
@@ -514,7 +508,7 @@ def _every(t: Translation, key: str, name: str, updates: int, on: bool) -> None:
     if not every:
         t.put(key, 0, name)
     elif 0 < every < 1:
-        t.leave(name, "a share of all steps; give a number of steps")
+        t.leave(name, "a fraction of all steps; use a number of steps")
     else:
         rest = f"optimizer steps; {updates} are a step" if int(every) % updates else ""
         t.put(key, max(1, round(int(every) / updates)), name, because=rest)
@@ -526,21 +520,21 @@ def _schedule(t: Translation) -> None:
     settings = t.mapping("lr_scheduler_kwargs")
     least = settings.pop("min_lr_rate", None)
     if settings.pop("min_lr", None) is not None:
-        raise t.refuse("lr_scheduler_kwargs", t("lr_scheduler_kwargs"), "the end is a share here: min_lr_rate")
+        raise t.refuse("lr_scheduler_kwargs", t("lr_scheduler_kwargs"), "the minimum is a fraction here: min_lr_rate")
     if settings or (least is not None and kind != "cosine_with_min_lr"):
-        raise t.refuse("lr_scheduler_kwargs", t("lr_scheduler_kwargs"), "schedules have train.min_lr_ratio alone")
+        raise t.refuse("lr_scheduler_kwargs", t("lr_scheduler_kwargs"), "schedules have only train.min_lr_ratio")
     if kind == "cosine_with_min_lr":
         t.put("train.min_lr_ratio", float(least or 0.0), "lr_scheduler_kwargs")
     warmup = t.number("warmup_steps") if t.is_set("warmup_steps") else 0.0
     if (warmup or t.number("warmup_ratio")) and kind != "constant":
-        t.differ("first update of the warm-up", "a learning rate of 0", "a part of it, as in the second of TRL's")
+        t.differ("first update of the warm-up", "a learning rate of 0", "that of TRL's second update")
     if kind == "constant":  # which has no warm-up in transformers
         t.put("train.warmup_ratio", 0.0, "lr_scheduler_type")
         t.name_of(["warmup_steps", "warmup_ratio"])
     elif warmup >= 1:
         total = t.integer("max_steps")
         ratio = min(1.0, warmup / total) if total > 0 else 0.0
-        why = "of max_steps" if total > 0 else "a share of all updates here; give it once they are known"
+        why = "of max_steps" if total > 0 else "a fraction of all updates here; set it when their number is known"
         t.put("train.warmup_ratio", round(ratio, 6), "warmup_steps", because=why)
     else:
         t.put("train.warmup_ratio", warmup or t.number("warmup_ratio"), "warmup_steps", "warmup_ratio")
@@ -558,7 +552,7 @@ def _model(t: Translation) -> None:
         t.put("model.dtype", "bfloat16" if t.flag("bf16") else "float32", "bf16")
     dtype = str(t("dtype") or "float32").rpartition(".")[2]
     if t("dtype") is not None and dtype not in ("float32", "auto", "None") and not t.flag("use_peft"):
-        t.differ("weights that are trained", f"{dtype} (dtype)", "float32, computed with in model.dtype")
+        t.differ("weights that are trained", f"{dtype} (dtype)", "float32, cast to model.dtype for computing")
     if t.flag("use_cpu"):
         t.put("model.device", "cpu", "use_cpu")
     if t.flag("activation_offloading"):
@@ -568,12 +562,12 @@ def _model(t: Translation) -> None:
     for name, kind in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
         if t.flag(name):
             if not t.flag("use_peft"):
-                raise t.refuse(name, True, "quantised weights are not trained: give adapters too (peft_config)")
+                raise t.refuse(name, True, "quantised weights are not trained: add adapters (peft_config)")
             t.put("model.quantization", kind, name)
-    t.leave("trust_remote_code", "code of a model is only run where you write model.trust_remote_code yourself")
+    t.leave("trust_remote_code", "code of a model runs only if you set model.trust_remote_code yourself")
     if not t.flag("use_peft"):
         t.reasons |= dict.fromkeys(
-            (*LORA_DEFAULTS, "lora_target_modules", "use_rslora"), "of adapters: use_peft is off"
+            (*LORA_DEFAULTS, "lora_target_modules", "use_rslora"), "for adapters: use_peft is off"
         )
         return
     t.defaults = {**t.defaults, **LORA_DEFAULTS}
@@ -585,7 +579,7 @@ def _model(t: Translation) -> None:
     t.put("model.lora.dropout", t.number("lora_dropout"), "lora_dropout")
     modules = t("lora_target_modules")
     if modules is None:
-        t.approximate("lora_target_modules=None takes what peft knows of the model; here all linear layers")
+        t.approximate("lora_target_modules=None uses peft's defaults for the model; here all linear layers")
     else:
         one = isinstance(modules, str) and modules != "all-linear"
         t.put("model.lora.target_modules", [modules] if one else modules, "lora_target_modules")
@@ -605,15 +599,15 @@ def _data(t: Translation) -> None:
         t.put("data.train", sources, "datasets")
     elif name is not None:
         train, test = t("dataset_train_split") or "train", t("dataset_test_split") or "test"
-        why = "" if "/" in str(name) else "a data set of the hub is named with its owner: OWNER/NAME"
+        why = "" if "/" in str(name) else "a data set on the hub needs its owner: OWNER/NAME"
         names = ("dataset_name", "dataset_config", "dataset_train_split")
         t.put("data.train", hub_source(str(name), config, train, revision), *names, because=why)
         if t("eval_strategy") != "no":
             test_name = str(t("eval_dataset_name") or name)
             t.put("data.eval", hub_source(test_name, config, test, revision), "dataset_test_split", because=why)
     else:
-        t.put("data.train", "train.parquet", because="the file does not name its data; name the file of its rows")
-        t.to_do.append("data.train: the file does not name its data: name the file of its rows, or its data set")
+        t.put("data.train", "train.parquet", because="the file does not set its data; set the file of its rows")
+        t.to_do.append("data.train: the file does not set its data: use the file of its rows, or its data set")
 
 
 def put_steps(t: Translation, updates: int) -> None:
@@ -623,7 +617,7 @@ def put_steps(t: Translation, updates: int) -> None:
         updates: optimizer steps per step.
     """
     if (updates_in_all := t.integer("max_steps")) > 0:
-        rest = f"a step is {updates} optimizer steps; the last is whole" if updates_in_all % updates else ""
+        rest = f"a step is {updates} optimizer steps; the last one is complete" if updates_in_all % updates else ""
         t.put("train.steps", math.ceil(updates_in_all / updates), "max_steps", because=rest)
         t.name_of(["num_train_epochs"])
     else:

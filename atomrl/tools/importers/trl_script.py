@@ -26,20 +26,20 @@ POSITIONS: Mapping[str, tuple[str, ...]] = {
 """Positional arguments of a trainer."""
 REFUSED = {
     "tools": "tools are a section of the config here (docs/guides/tool_calling.md)",
-    "rollout_func": "an episode is a function of another form here (docs/guides/environments.md)",
-    "environment_factory": "an environment is a function of another form here (docs/guides/environments.md)",
-    "compute_loss_func": "the loss is that of the config",
-    "formatting_func": "write the rows that it makes to a file, and name it in data.train",
-    "data_collator": "rows are laid out here; write what it changes into the rows",
-    "optimizers": "the optimizer is that of the config: train.optimizer",
-    "optimizer_cls_and_kwargs": "the optimizer is that of the config: train.optimizer",
+    "rollout_func": "episodes have another interface here (docs/guides/environments.md)",
+    "environment_factory": "environments have another interface here (docs/guides/environments.md)",
+    "compute_loss_func": "the config sets the loss",
+    "formatting_func": "write its rows to a file, and set data.train to it",
+    "data_collator": "AtomRL collates rows itself; write its changes into the rows",
+    "optimizers": "the config sets the optimizer: train.optimizer",
+    "optimizer_cls_and_kwargs": "the config sets the optimizer: train.optimizer",
 }
 """Arguments of a trainer that affect what is trained and have no counterpart."""
 IGNORED = {
     "callbacks": "a callback is a function f(step, metrics) of atomrl.train (docs/reference/python_api.md)",
-    "compute_metrics": "evaluation has metrics of its own",
-    "preprocess_logits_for_metrics": "evaluation has metrics of its own",
-    "reward_processing_classes": "a reward model is read with its own tokenizer",
+    "compute_metrics": "evaluation has its own metrics",
+    "preprocess_logits_for_metrics": "evaluation has its own metrics",
+    "reward_processing_classes": "a reward model uses its own tokenizer",
     "model_init": "",
 }
 LOADERS = ("AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoModelForImageTextToText")
@@ -108,8 +108,8 @@ class ScriptReader:
         if len(calls) > 1:
             others = ", ".join(str(call.lineno) for call in calls[1:])
             result.to_do.append(
-                f"{script.place(calls[0])}: this {self.called}Trainer was taken; those of line {others} are "
-                "runs of their own"
+                f"{script.place(calls[0])}: this {self.called}Trainer was used; those of line {others} are separate "
+                "runs"
             )
         configs = script.calls([f"{self.called}Config"])
         arguments = script.arguments(calls[0], POSITIONS[self.kind]) if calls else {}
@@ -118,7 +118,7 @@ class ScriptReader:
             self._argument(name, value)
         if not calls:
             result.to_do.append(
-                f"{script.path.name} makes no {self.called}Trainer: model, data and rewards are not in it"
+                f"{script.path.name} does not create a {self.called}Trainer: model, data and rewards are not in it"
             )
             self._lora(script.calls(["LoraConfig"]))
         self._touched(arguments)
@@ -133,9 +133,9 @@ class ScriptReader:
         for node in ast.walk(self.script.module):
             if isinstance(node, ast.ClassDef) and (base := names & {self.script.called(one) for one in node.bases}):
                 raise ConfigError(
-                    f"{self.script.path}:{node.lineno}: class {node.name} changes {min(base)} itself, and what it "
-                    "does is not translated: write it as a choice of the objective "
-                    "(docs/reference/new_objectives.md), or take the class out"
+                    f"{self.script.path}:{node.lineno}: class {node.name} changes {min(base)}, which is not "
+                    "translated: write it as a choice of the objective (docs/reference/new_objectives.md), or remove "
+                    "the class"
                 )
 
     # ---- The config ----
@@ -154,8 +154,8 @@ class ScriptReader:
             configs = [made]
         elif configs and self.script.calls([f"{self.called}Trainer"]):
             self.result.to_do.append(
-                f"{script.place(configs[0])}: this {self.called}Config is not given to the trainer, which takes TRL's "
-                "defaults then: it was read all the same"
+                f"{script.place(configs[0])}: this {self.called}Config is not passed to the trainer, which then uses "
+                "TRL's defaults: it was read anyway"
             )
         if not configs:
             return
@@ -168,12 +168,12 @@ class ScriptReader:
                 if isinstance(value, ast.Call) and script.called(value) == "LoraConfig":
                     continue
                 if name not in MAY_BE_UNREAD:
-                    if "of the command line" in str(reason):
+                    if "from the command line" in str(reason):
                         raise self._needs_command(value, str(reason)) from None
                     raise script.only_when_run(value, script.called(call), name) from None
                 self.result.lines.append(
-                    f"{script.place(value)}: {script.called(call)}({name}={ast.unparse(value)}) is no literal, so it "
-                    "was not read"
+                    f"{script.place(value)}: {script.called(call)}({name}={ast.unparse(value)}) is not a literal, so "
+                    "it was not read"
                 )
 
     def _give(self, name: str, value: ast.expr) -> None:
@@ -185,15 +185,15 @@ class ScriptReader:
         if not self.script.has_command_line:
             name = parsed or "argparse"
             self.result.to_do.append(
-                f"{self.script.place(args)}: {name} is read from the command line, which is not here: TRL's defaults "
-                "were taken. Import the shell script with the command, or give its flags: atomrl import "
+                f"{self.script.place(args)}: {name} is read from the command line, which is not given: TRL's defaults "
+                "were used. Import the shell script with the command, or give its flags: atomrl import "
                 f"{self.script.path.name} --out FILE -- --learning_rate ..."
             )
         self.result.settings |= self.script.flags
 
     def _needs_command(self, node: ast.expr, reason: str) -> ConfigError:
         return ConfigError(
-            f"{self.script.path}:{node.lineno}: {reason}, which is not here: import the shell script with the "
+            f"{self.script.path}:{node.lineno}: {reason}, which is not given: import the shell script with the "
             f"command, or give its flags: atomrl import {self.script.path.name} --out FILE -- --name value ..."
         )
 
@@ -220,13 +220,13 @@ class ScriptReader:
             self._quantization(value, resolved)
         elif name in REFUSED:
             raise ConfigError(
-                f"{script.path}:{value.lineno}: {self.called}Trainer({name}={_short(value)}) has no counterpart, and "
-                f"decides what is trained: {REFUSED[name]}"
+                f"{script.path}:{value.lineno}: {self.called}Trainer({name}={_short(value)}) has no counterpart and "
+                f"affects training: {REFUSED[name]}"
             )
         elif name in IGNORED:
             result.left[f"{name}={_short(value)}"] = IGNORED[name]
         else:
-            raise ConfigError(f"{script.path}:{value.lineno}: TRL's {self.called}Trainer has no argument {name!r}")
+            raise ConfigError(f"{script.path}:{value.lineno}: {self.called}Trainer of TRL has no argument {name!r}")
 
     def _model(self, value: ast.expr) -> None:
         script = self.script
@@ -243,7 +243,7 @@ class ScriptReader:
                 owner = ast.unparse(made.func.value) if isinstance(made.func, ast.Attribute) else ""
                 if script.called(made.func.value) not in LOADERS if isinstance(made.func, ast.Attribute) else True:
                     raise ConfigError(
-                        f"{script.path}:{made.lineno}: {owner}.from_pretrained has no counterpart: name a causal "
+                        f"{script.path}:{made.lineno}: {owner}.from_pretrained has no counterpart: use a causal "
                         "language model (with adapters: merge them first)"
                     )
                 self._loaded(made)
@@ -254,7 +254,7 @@ class ScriptReader:
         try:
             self._give("model", value)
         except Unknown as reason:
-            if "of the command line" in str(reason):
+            if "from the command line" in str(reason):
                 raise self._needs_command(value, str(reason)) from None
             raise script.only_when_run(value, f"{self.called}Trainer", "model") from None
 
@@ -282,7 +282,7 @@ class ScriptReader:
             if name in ("device_map", "attn_implementation", "token", "cache_dir", "use_cache", "max_memory"):
                 self.result.left[f"{name}={_short(value)}"] = "how the model is loaded, not what is trained"
                 return
-            if "of the command line" in str(reason):
+            if "from the command line" in str(reason):
                 raise self._needs_command(value, str(reason)) from None
             raise script.only_when_run(value, "from_pretrained", name) from None
 
@@ -330,10 +330,10 @@ class ScriptReader:
                 self._give("tokenizer", names.get("tokenizer", made))
                 return
             except Unknown as reason:
-                if "of the command line" in str(reason):  # the model's own, in TRL's scripts
+                if "from the command line" in str(reason):  # the model's own, in TRL's scripts
                     return
         self.result.to_do.append(
-            f"{script.place(made)}: the tokenizer {_short(made)} is known only when it runs: name it in model.tokenizer"
+            f"{script.place(made)}: the tokenizer {_short(made)} is known only when it runs: set model.tokenizer"
         )
 
     def _reference(self, value: ast.expr, made: ast.expr) -> None:
@@ -346,8 +346,8 @@ class ScriptReader:
             name = script.value(made)
         if name is None or name != model:
             raise ConfigError(
-                f"{script.path}:{value.lineno}: {self.called}Trainer(ref_model={_short(value)}) has no counterpart, "
-                "and decides what is trained: the reference is the model at the start"
+                f"{script.path}:{value.lineno}: {self.called}Trainer(ref_model={_short(value)}) has no counterpart and "
+                "affects training: the reference is the initial model"
             )
 
     def _rows(self, name: str, value: ast.expr, resolved: ast.expr) -> None:
@@ -426,7 +426,7 @@ class ScriptReader:
         return ""
 
     def _imported_reward(self, node: ast.expr, full: str) -> None:
-        """Add a reward of another module: a file beside the script, or an installed package."""
+        """Add a reward of another module: a file next to the script, or an installed package."""
         module, _, name = full.rpartition(".")
         file = self.script.path.parent.joinpath(*module.strip(".").split(".")).with_suffix(".py")
         if file.is_file():
@@ -434,11 +434,11 @@ class ScriptReader:
             return
         self.result.rewards.append({"path": f"{module.strip('.')}:{name}"})
         self.result.to_do.append(
-            f"{self.script.place(node)}: the reward {full} is of a module that is not beside the script: it must be "
-            "installed, or stand beside the config, where the run starts"
+            f"{self.script.place(node)}: the reward {full} is in a module that is not next to the script: it must be "
+            "installed, or in the folder of the config, where the run starts"
         )
 
-    # ---- What is done to model and tokenizer beside ----
+    # ---- Other changes to model and tokenizer ----
 
     def _touched(self, arguments: Mapping[str, ast.expr]) -> None:
         names = {
@@ -458,12 +458,10 @@ class ScriptReader:
             text = _short(parent) if isinstance(parent, ast.expr | ast.stmt) else node.attr
             if node.attr == "chat_template":
                 raise ConfigError(
-                    f"{self.script.path}:{node.lineno}: {text}: the chat template is the tokenizer's: save it beside "
-                    "the model as chat_template.jinja"
+                    f"{self.script.path}:{node.lineno}: {text}: the chat template is read from the tokenizer: save it "
+                    "with the model as chat_template.jinja"
                 )
-            self.result.to_do.append(
-                f"{self.script.place(node)}: {text}: what it does to the {owner} is not translated"
-            )
+            self.result.to_do.append(f"{self.script.place(node)}: {text}: its effect on the {owner} is not translated")
 
 
 def trainers_in(script: PythonScript, trainers: Mapping[str, str]) -> set[str]:

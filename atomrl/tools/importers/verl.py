@@ -152,7 +152,7 @@ def _kl(t: Translation) -> None:
     in_loss, in_reward = t.flag(A + "use_kl_loss"), t.flag("algorithm.use_kl_in_reward")
     if in_loss and in_reward:
         raise t.refuse(
-            "use_kl_loss", "true beside algorithm.use_kl_in_reward=true", "the KL is in one of the two places here"
+            "use_kl_loss", "true together with algorithm.use_kl_in_reward=true", "the KL is in only one of the two here"
         )
     kl: dict[str, Any] = {"type": "k3", "coefficient": 0.0, "apply_to": "loss", "k2_gradient": False, "target": None}
     names = [A + "use_kl_loss", "algorithm.use_kl_in_reward"]
@@ -184,7 +184,7 @@ def _rollout_correction(t: Translation) -> None:
     c = "algorithm.rollout_correction."
     parts: list[dict[str, Any]] = []
     if t.flag(c + "bypass_mode"):
-        raise t.refuse(c + "bypass_mode", True, "the trainer computes the log-probs of the old policy itself here")
+        raise t.refuse(c + "bypass_mode", True, "the trainer always computes the old log-probs here")
     if level := t(c + "rollout_is"):
         low, _, high = str(t(c + "rollout_is_threshold")).rpartition("_")
         normalised = t.flag(c + "rollout_is_batch_normalize")
@@ -198,17 +198,17 @@ def _rollout_correction(t: Translation) -> None:
         else:
             kind = t.choice("rollout_is", level, {"token": "token_tis", "sequence": "sequence_tis"})
             parts.append({"type": kind, "high": t.number(c + "rollout_is_threshold"), "normalised": normalised})
-    t.refuse_set({"algorithm.rollout_is": "of an earlier verl; write algorithm.rollout_correction.rollout_is=token"})
+    t.refuse_set({"algorithm.rollout_is": "from an earlier verl; use algorithm.rollout_correction.rollout_is=token"})
     if t.is_set(A + "tis_imp_ratio_cap") and (cap := t.number(A + "tis_imp_ratio_cap")) > 0:  # of an earlier verl
         if level:
-            raise t.refuse(A + "tis_imp_ratio_cap", cap, f"{c}rollout_is={level} is given beside it")
+            raise t.refuse(A + "tis_imp_ratio_cap", cap, f"{c}rollout_is={level} is set too")
         parts.append({"type": "token_tis", "high": cap})
     if rejections := t(c + "rollout_rs"):
         options, limits = str(rejections).split(","), str(t(c + "rollout_rs_threshold")).split(",")
         if len(limits) not in (1, len(options)):
             raise ConfigError(
                 f"{t.named(f'{c}rollout_rs')}={rejections} names {len(options)}, and rollout_rs_threshold="
-                f"{','.join(limits)} has {len(limits)} thresholds: give one for each, or one for all"
+                f"{','.join(limits)} has {len(limits)} thresholds: use one for each, or one for all"
             )
         for option, limit in zip(options, limits * len(options) if len(limits) == 1 else limits, strict=True):
             parts.append(_rejection(t, option.strip(), limit.strip()))
@@ -240,9 +240,7 @@ def _rejection(t: Translation, option: str, limit: str) -> dict[str, Any]:
         upper = _threshold(t, high)
         return {"type": "sequence_mask", "low": _threshold(t, low) if low else 1 / upper, "high": upper}
     if estimator != "k3" or level not in levels:
-        raise t.refuse(
-            "rollout_rs", option, "those that have one are seq_mean_k1, and k3 of tokens, sums, means, maxima"
-        )
+        raise t.refuse("rollout_rs", option, "supported: seq_mean_k1, and k3 of tokens, sums, means, maxima")
     return {"type": "kl_rejection", "bound": _threshold(t, limit), "level": levels[level], "estimator": "k3"}
 
 
@@ -254,7 +252,7 @@ def _threshold(t: Translation, text: str) -> float:
     if not threshold > 0:
         name = "algorithm.rollout_correction.rollout_rs_threshold"
         raise ConfigError(
-            f"{t.named(name)}: rollout_rs needs a number above 0 (or, of seq_mean_k1, LOW_HIGH), not {text}"
+            f"{t.named(name)}: rollout_rs needs a number above 0 (or LOW_HIGH for seq_mean_k1), not {text}"
         )
     return threshold
 
@@ -390,10 +388,10 @@ MOVES: Moves = {
     "tracking.wandb_project": ("trainer.project_name", str),
     "rollout.gpu_memory_utilization": (R + "gpu_memory_utilization", float),
 }
-SHARDS = "how GPUs share a model: section backend (docs/guides/{multi_gpu,megatron}.md); no number depends on it"
-KERNEL = "how it is computed, not what; AtomRL has kernels of its own"
-ENGINE = "a switch of verl's engine; section rollout says where completions are drawn"
-PASSES = "the size of forward passes, which changes no number: train.tokens_per_micro_batch"
+SHARDS = "how GPUs share a model: section backend (docs/guides/{multi_gpu,megatron}.md); no numbers change"
+KERNEL = "an implementation choice; AtomRL has its own kernels"
+ENGINE = "an option of verl's engine; section rollout sets where completions are sampled"
+PASSES = "the size of forward passes, which changes no numbers: train.tokens_per_micro_batch"
 REASONS = {
     **{f"actor_rollout_ref.{role}.{part}": SHARDS for role in ("actor", "ref") for part in (
         "fsdp_config.", "megatron.", "strategy", "ulysses_sequence_parallel_size", "veomni.", "torchtitan.",
@@ -436,7 +434,7 @@ REASONS = {
         "trainer.ray_wait_register_center_timeout",
         "ray_kwargs.", "ray_init.", "trainer.use_v1", "actor_rollout_ref.nccl_timeout", "transfer_queue.",
         "actor_rollout_ref.hybrid_engine", "reward_model.launch_reward_fn_async", "trainer.num_cpus",
-    ), "how verl's processes work together"),
+    ), "how verl's processes communicate"),
     **dict.fromkeys((
         "trainer.log_val_generations", "trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.val_only",
     ), "completions of each step and evaluation are in the run's folder: atomrl rollouts"),
@@ -444,28 +442,28 @@ REASONS = {
         "trainer.resume_mode", "trainer.resume_from_path", "trainer.default_hdfs_dir", "trainer.esi_redundant_time",
         "trainer.del_local_ckpt_after_load", "trainer.max_critic_ckpt_to_keep", "trainer.remove_previous_ckpt_in_save",
         A + "checkpoint.", "critic.checkpoint.",
-    ), "a run goes on with --resume; checkpoints hold all that it needs (docs/guides/checkpoints.md)"),
+    ), "--resume continues a run; checkpoints have its complete state (docs/guides/checkpoints.md)"),
     **dict.fromkeys((
         "global_profiler.", "trainer.profile_steps", A + "profiler.", "actor_rollout_ref.ref.profiler.",
         R + "profiler.",
         "critic.profiler.", R + "trace.", "reward_model.profiler.",
     ), "nothing is profiled"),
-    A + "shuffle": "rows of a step are shared out to its updates by the seed",
-    A + "data_loader_seed": "seed decides all draws",
+    A + "shuffle": "the seed sets which rows of a step go into which update",
+    A + "data_loader_seed": "seed determines all sampling",
     A + "calculate_entropy": "the entropy is logged: train.report_entropy",
-    "reward_model.reward_manager": "rewards are called by their signature (docs/guides/rewards.md)",
-    "reward.reward_manager.": "rewards are called by their signature (docs/guides/rewards.md)",
+    "reward_model.reward_manager": "rewards are called according to their signature (docs/guides/rewards.md)",
+    "reward.reward_manager.": "rewards are called according to their signature (docs/guides/rewards.md)",
     "reward.num_workers": "reward.workers",
-    "trainer.nnodes": "the first line says what becomes of the GPUs",
-    "trainer.n_gpus_per_node": "the first line says what becomes of the GPUs",
+    "trainer.nnodes": "the first line says how GPUs are used",
+    "trainer.n_gpus_per_node": "the first line says how GPUs are used",
 }  # fmt: skip
 """Key, or prefix of keys -> reason why it has no counterpart."""
 REFUSED = {
     "actor_rollout_ref.rollout.multi_turn.enable": "turns are an environment or tools (docs/guides/environments.md, "
     "docs/guides/tool_calling.md)",
     "distillation.enable": "distillation is algorithm.name=gkd or on_policy_distillation",
-    "algorithm.use_pf_ppo": "completions are not drawn again by their reward",
-    "actor_rollout_ref.actor.freeze_vision_tower": "models are of text alone",
+    "algorithm.use_pf_ppo": "completions are not resampled by their reward",
+    "actor_rollout_ref.actor.freeze_vision_tower": "models are text-only",
 }
 SECTIONS = {
     "actor_rollout_ref", "critic", "data", "algorithm", "trainer", "reward_model", "reward", "custom_reward_function",
@@ -480,7 +478,7 @@ def translate(path: Path) -> Translation:
     if path.suffix in (".yaml", ".yml") and not any(
         key.startswith(("actor_rollout_ref.", "trainer.")) for key in flags
     ):
-        raise ConfigError(f"{path} has neither actor_rollout_ref nor trainer, so it is no config of verl's")
+        raise ConfigError(f"{path} has neither actor_rollout_ref nor trainer, so it is not a config of verl")
     t = Translation("verl", flags, DEFAULTS, path)
     t.reasons = REASONS
     t.refuse_set(REFUSED)
@@ -488,7 +486,7 @@ def translate(path: Path) -> Translation:
         machines, each = t.count("trainer.nnodes"), t.count("trainer.n_gpus_per_node")
         put_gpus(t, machines * each, f"trainer.n_gpus_per_node={each} x trainer.nnodes={machines}", machines)
     except ConfigError as error:  # an environment variable, such as the number of Slurm's nodes
-        t.approximate(f"how many GPUs there are only the shell knows: {error}")
+        t.approximate(f"the number of GPUs is known only to the shell: {error}")
     t.move(MOVES)
     _data(t)
     _updates(t)
@@ -524,14 +522,12 @@ def _differences(t: Translation) -> None:
     """Report numbers that differ from verl's."""
     if t.number(A + "optim.weight_decay"):
         decay = t.number(A + "optim.weight_decay")
-        t.differ(
-            "weight decay", f"{decay:g} on all weights", f"{decay:g} on matrices; norms and biases are left as they are"
-        )
+        t.differ("weight decay", f"{decay:g} on all weights", f"{decay:g} on matrices; norms and biases are excluded")
     warmup = t.tree["train"].get("warmup_ratio")
     if warmup or t.tree["train"]["schedule"] != "constant":
         t.differ(
             "learning rate",
-            "set once a step, for all its mini-batches; 0 in the first step of a warm-up",
+            "set once per step, for all its mini-batches; 0 in the first step of a warm-up",
             "set at each optimizer step; the first of a warm-up is not 0",
         )
     updates = (
@@ -540,23 +536,23 @@ def _differences(t: Translation) -> None:
     if updates == 1:
         t.differ(
             "ratio of the one update of a step",
-            "to log-probs of a pass before, 1 but for rounding",
-            "exactly 1, as no pass is made for them",
+            "to log-probs of an earlier pass, 1 up to rounding",
+            "exactly 1, without an extra pass",
         )
     if t("algorithm.adv_estimator") == "gae":
         ours = f"those of train (weight_decay {t.number(A + 'optim.weight_decay'):g}, its schedule)"
-        theirs = f"of their own: critic.optim.weight_decay={t.number('critic.optim.weight_decay'):g}, a constant rate"
-        t.differ("the critic's optimizer, but for its learning rate", theirs, ours)
+        theirs = f"separate: critic.optim.weight_decay={t.number('critic.optim.weight_decay'):g}, a constant rate"
+        t.differ("the critic's optimizer, except its learning rate", theirs, ours)
         if warmup := t.integer("trainer.critic_warmup"):
             t.differ(
                 "first steps",
-                f"{warmup} of the critic alone (trainer.critic_warmup)",
-                "policy and critic from the first",
+                f"{warmup} of only the critic (trainer.critic_warmup)",
+                "policy and critic from the first step",
             )
     t.name_of(["trainer.critic_warmup", "critic.optim.weight_decay"])
     if t.tree["train"].get("steps") is None:
-        t.differ("end of an epoch", "rows that fill no whole batch are left out", "they come first in the next epoch")
-    t.differ("draws", "of its own generators", "other rows first and other completions by the same seed")
+        t.differ("end of an epoch", "rows that do not fill a batch are dropped", "they come first in the next epoch")
+    t.differ("random draws", "its own generators", "the same seed gives another order of rows and other completions")
 
 
 def _data(t: Translation) -> None:
@@ -575,7 +571,7 @@ def _data(t: Translation) -> None:
     else:
         what = "an error" if truncation == "error" else f"cut ({truncation})"
         t.put("data.overlong_prompt", "drop", *names)
-        t.differ("prompts over data.max_prompt_length", what, "left out, and counted")
+        t.differ("prompts over data.max_prompt_length", what, "dropped and counted")
 
 
 def _updates(t: Translation) -> None:
@@ -605,7 +601,11 @@ def _updates(t: Translation) -> None:
     warmup = -1 if t(A + "optim.lr_warmup_steps") is None else t.integer(A + "optim.lr_warmup_steps")
     if warmup >= 0:  # else the share counts
         ratio = min(1.0, warmup / steps) if steps else 0.0
-        why = "of trainer.total_training_steps" if steps else "a share of all updates here; give it once they are known"
+        why = (
+            "of trainer.total_training_steps"
+            if steps
+            else "a fraction of all updates here; set it when their number is known"
+        )
         t.put("train.warmup_ratio", round(ratio, 6), A + "optim.lr_warmup_steps", because=why if warmup else "")
     else:
         t.put("train.warmup_ratio", t.number(A + "optim.lr_warmup_steps_ratio"), A + "optim.lr_warmup_steps_ratio")
@@ -624,10 +624,10 @@ def _model(t: Translation) -> None:
             t.put(f"model.lora.{key}", make(t(M + name)), M + name)
     else:
         t.name_of([M + "lora_alpha", M + "target_modules"])
-    t.leave(M + "trust_remote_code", "code of a model is only run where you write model.trust_remote_code yourself")
+    t.leave(M + "trust_remote_code", "code of a model runs only if you set model.trust_remote_code yourself")
     t.put_engine(R + "name", engine=str(t(R + "name") or "vLLM"))
     if (batch := t("data.gen_batch_size")) is not None and batch != t("data.train_batch_size"):
-        t.leave("data.gen_batch_size", "missing groups are drawn as they are needed")
+        t.leave("data.gen_batch_size", "missing groups are sampled as needed")
 
 
 def _reward(t: Translation) -> None:
@@ -656,16 +656,16 @@ def _reward(t: Translation) -> None:
         t.put(
             "reward.by_data_source",
             {"openai/gsm8k": "gsm8k"} | (dict.fromkeys(MATH, "boxed") if math else {}),
-            because="verl picks a scorer by each row's data_source; name yours for other sources",
+            because="verl selects a reward by each row's data_source; set yours for other sources",
         )
         t.differ(
             "reward of openai/gsm8k",
-            "1 for a last #### number that is the truth as text, else 0",
-            "gsm8k: without #### the last box or number counts too, and 18.0 is 18",
+            "1 if the last #### number equals the ground truth as text, else 0",
+            "gsm8k: without #### the last box or number counts too, and 18.0 equals 18",
         )
         if math:
-            theirs = "1 for a last box that is the truth as text, made alike"
-            t.differ(f"reward of {MATH[0]}", theirs, "boxed: 1 for one that is equal as math-verify reads it")
+            theirs = "1 if the last box equals the ground truth as normalized text"
+            t.differ(f"reward of {MATH[0]}", theirs, "boxed: 1 if it is equal according to math-verify")
     _overlong(t)
 
 

@@ -246,7 +246,7 @@ def unreadable(run_id: str, name: str, error: Exception) -> dict[str, Any]:
 
 
 def details(run: Run, run_id: str, name: str) -> dict[str, Any]:
-    """Return the card of a run with everything else that its page shows beside the curves."""
+    """Return the card of a run with everything that its page shows besides the curves."""
     return card(run, run_id, name) | {
         "metrics": [name for name in run.metrics if run.metrics.last(name) is not None],
         "evaluations": [name for name in run.evaluations if run.evaluations.last(name) is not None],

@@ -258,7 +258,7 @@ def study_page(catalog: Catalog, study_id: str) -> dict[str, Any]:
     """
     match = next(((name, *study) for name, study in catalog.studies().items() if id_of(name) == study_id), None)
     if match is None:
-        raise LookupError("there is no such study")
+        raise LookupError("no such study")
     name, folder, entries = match
     return {"name": name} | _page(folder, entries)
 

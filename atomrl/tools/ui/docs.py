@@ -61,7 +61,7 @@ class Manual:
         """Return the trees of a page; a folder's page is its `README`.
 
         Raises:
-            LookupError: there is no such page.
+            LookupError: no such page.
         """
         name = name if name in self.pages else f"{name}/README"
         parsed = MarkdownIt("commonmark").enable("table").parse(self._text(name))
@@ -69,7 +69,7 @@ class Manual:
 
     def _text(self, name: str) -> str:
         if name not in self.pages:
-            raise LookupError("there is no such page")
+            raise LookupError("no such page")
         return self.pages[name].read_text(encoding="utf-8")
 
     def _children(self, node: SyntaxTreeNode, page: str) -> Iterator[Tree]:

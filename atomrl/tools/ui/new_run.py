@@ -89,7 +89,7 @@ def plan_problems(text: str) -> list[dict[str, str | None]]:
         (key, f"does not fit; with {value}: {' '.join(rest.split())}") for key, value, rest in TRADE.findall(text)
     ]
     return [{"key": key, "message": message} for key, message in trades if key in all_keys()] or [
-        {"key": "model.path", "message": "does not fit, and no single setting makes it: a smaller model does"}
+        {"key": "model.path", "message": "does not fit, and no single setting is enough: use a smaller model"}
     ]
 
 
@@ -151,7 +151,7 @@ class Configs:
             LookupError: there is none with this id.
         """
         if config_id not in self._files:
-            raise LookupError("there is no such config")
+            raise LookupError("no such config")
         return self._files[config_id][1].read_text(encoding="utf-8", errors="replace")
 
 
@@ -251,18 +251,18 @@ def edited(text: str, key: str, value: str | None) -> str:
 
 def _tree(text: str) -> Tree:
     if len(text) > MAX_TEXT:
-        raise DraftError(f"a config of more than {MAX_TEXT:,} characters")
+        raise DraftError(f"the config has more than {MAX_TEXT:,} characters")
     try:
         tree = parse_yaml(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise DraftError(f"no YAML: {error.problem}", mark.line if mark else None) from None
+        raise DraftError(f"not valid YAML: {error.problem}", mark.line if mark else None) from None
     except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:
-        raise DraftError(f"no YAML that can be read: {str(error) or 'it is nested too deep'}") from None
+        raise DraftError(f"not valid YAML: {str(error) or 'it is nested too deep'}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
-        raise DraftError(f"a config is a mapping of sections, and this is one of another kind ({type(tree).__name__})")
+        raise DraftError(f"a config must be a mapping of sections, not {type(tree).__name__}")
     return tree
 
 
@@ -421,9 +421,9 @@ class Launcher:
         if not folder.is_relative_to(self.root) or folder == self.root:
             return "output_dir", f"{folder} is not in {self.root}, which this page shows; set output_dir={self.root}"
         if (folder / "metrics.jsonl").exists():
-            return "run_name", f"the run {folder.name} exists already; take another run_name"
+            return "run_name", f"the run {folder.name} already exists; use another run_name"
         if folder.is_dir() and any(folder.iterdir()):
-            return "run_name", f"the folder {folder} exists already, and is not empty; take another run_name"
+            return "run_name", f"the folder {folder} already exists and is not empty; use another run_name"
         return None
 
     def start(self, text: str, run_dir: str, home: Home) -> dict[str, Any]:
@@ -487,7 +487,7 @@ class Launcher:
                     timeout=PLAN_S,
                 )  # fmt: skip
             except subprocess.TimeoutExpired:
-                message = f"no plan within {PLAN_S:.0f} s; ask for it in a terminal: atomrl plan"
+                message = f"no plan within {PLAN_S:.0f} s; run atomrl plan in a terminal"
                 return {"text": message, "fits": None, "late": True, "problems": []}
         output, fits = (done.stdout + done.stderr).strip(), {0: True, 1: False}.get(done.returncode)
         if fits is None:
@@ -508,7 +508,7 @@ class Launcher:
         try:
             os.kill(process, signal.SIGTERM)
         except OSError as error:
-            raise LaunchError(f"process {process} cannot be asked: {error.strerror}") from None
+            raise LaunchError(f"cannot signal process {process}: {error.strerror}") from None
         return {"process": process}
 
     def log_of(self, folder: Path) -> Path | None:

@@ -39,7 +39,7 @@ def tokens(run: Run, step: int, split: str, place: int) -> dict[str, Any]:
         of each recorded group of the step.
 
     Raises:
-        LookupError: there is no such rollout.
+        LookupError: no such rollout.
     """
     row = run.rollouts[run.rollouts.number_at(step, split, place)]
     ids, recorded = row.get("token_ids"), list[int]()
@@ -135,7 +135,7 @@ def token_row(run: Run, step: int, split: str, place: int, at: int) -> dict[str,
     ids, table = row.get("token_ids"), run.tokens(step) if split == "train" else None
     own = places_in(table, place, ids, row.get("episode")) if table is not None and isinstance(ids, list) else None
     if table is None or own is None or not 0 <= at < len(own) or own[at] < 0:
-        raise LookupError("the numbers of this token are not recorded")
+        raise LookupError("the values of this token were not recorded")
     rows = [(row, table.span(row)) for row in table.rows_of(place)]
     number, span = next((row, span) for row, span in rows if span.start <= own[at] < span.stop)
     group = table.rows["group_ids"] == table.rows["group_ids"][number]
@@ -250,10 +250,10 @@ def parse_filter(query: Mapping[str, str]) -> tuple[RolloutFilter, Order, bool]:
             kind = NUMBER_KINDS.get(field.name)
             conditions[field.name] = kind(text) if kind else text == "true" if field.name == "mixed" else text
         except ValueError:
-            raise BadQuestion(f"{field.name}={text!r} is no number") from None
+            raise BadQuestion(f"{field.name}={text!r} is not a number") from None
     order = query.get("sort") or "step"
     if order not in get_args(Order):
-        raise BadQuestion(f"sort={order!r} is none of {', '.join(get_args(Order))}")
+        raise BadQuestion(f"sort={order!r} is not one of {', '.join(get_args(Order))}")
     return RolloutFilter(**conditions), cast(Order, order), query.get("descending") == "true"
 
 
@@ -266,7 +266,7 @@ def page(index: RolloutIndex, query: Mapping[str, str]) -> dict[str, Any]:
     try:
         offset, limit = (max(0, int(query.get(name) or usual)) for name, usual in (("offset", 0), ("limit", 50)))
     except ValueError:
-        raise BadQuestion("offset and limit are numbers") from None
+        raise BadQuestion("offset and limit must be numbers") from None
     conditions, order, descending = parse_filter(query)
     steps = np.unique(index.steps)
     if query.get("newest") == "true" and len(steps):
@@ -331,7 +331,7 @@ def group(index: RolloutIndex, step: int, split: str, place: int) -> dict[str, A
     """Return the completions of a prompt in a step, with the formula of their advantages.
 
     Raises:
-        LookupError: there is no such rollout.
+        LookupError: no such rollout.
     """
     rollout = index.number_at(step, split, place)
     members = index.group(rollout)
@@ -370,7 +370,7 @@ def trained_on(index: RolloutIndex, step: int, split: str, place: int) -> dict[s
     completions in them.
 
     Raises:
-        LookupError: there is no such rollout.
+        LookupError: no such rollout.
         BadQuestion: the step has too many tokens.
     """
     members = index.group(index.number_at(step, split, place)).tolist()
@@ -394,7 +394,7 @@ def place_at(params: Mapping[str, str]) -> tuple[int, str, int]:
     """
     step, place = params["step"], params["place"]
     if not all(text.isascii() and text.isdigit() and len(text) <= 16 for text in (step, place)):
-        raise LookupError("there is no such rollout")
+        raise LookupError("no such rollout")
     return int(step), params["split"], int(place)
 
 
@@ -531,7 +531,7 @@ def before_after(index: RolloutIndex, query: Mapping[str, str]) -> dict[str, Any
         BadQuestion: there is no such split or change.
     """
     if query.get("split", SPLITS[0]) not in SPLITS or query.get("change", CHANGES[0]) not in CHANGES:
-        raise BadQuestion(f"split is one of {', '.join(SPLITS)}, change one of {', '.join(CHANGES)}")
+        raise BadQuestion(f"split must be one of {', '.join(SPLITS)}, change one of {', '.join(CHANGES)}")
     tables = {split: table for split in reversed(SPLITS) if len((table := _repeated(index, split))["prompt"])}
     split = query.get("split") or next(iter(tables), None)
     if split not in tables:

@@ -245,7 +245,7 @@ class Routes:
     def difference(self, request: Request) -> Response:
         entries = self._compared(request)
         if len(entries) != 2:
-            raise HTTPException(400, "two runs are compared")
+            raise HTTPException(400, "give two runs to compare")
         return answer(request, compare.difference([entry.path for entry in entries]))
 
     def answers(self, request: Request) -> Response:
@@ -377,7 +377,7 @@ class Routes:
         try:
             return self.catalog.entry(run_id)
         except UnknownRun:
-            raise HTTPException(404, "there is no such run") from None
+            raise HTTPException(404, "no such run") from None
 
     def _entry(self, request: Request) -> Any:
         return self._find(request.path_params["id"])
@@ -391,7 +391,7 @@ class Routes:
     def _file(self, request: Request, name: str) -> Response:
         """Serve a file that existed when the server started; a request's name is never used as a path."""
         if name not in self.files:
-            raise HTTPException(404, "there is no such file")
+            raise HTTPException(404, "no such file")
         plain, packed, kind, tag = self.files[name]
         headers = {"etag": tag, "cache-control": "no-cache", "vary": "accept-encoding"}
         if request.headers.get("if-none-match") == tag:
@@ -456,7 +456,7 @@ def natural(text: str | None, default: int) -> int:
     if not text:
         return default
     if not text.isascii() or not text.isdigit() or len(text) > 16:
-        raise HTTPException(400, f"{text[:40]!r} is no whole number")
+        raise HTTPException(400, f"{text[:40]!r} is not a whole number")
     return int(text)
 
 
@@ -468,9 +468,9 @@ async def _body(request: Request) -> dict[str, Any]:
     try:
         body = orjson.loads(await request.body())
     except orjson.JSONDecodeError:
-        raise HTTPException(400, "the body is no JSON") from None
+        raise HTTPException(400, "the body is not JSON") from None
     if not isinstance(body, dict):
-        raise HTTPException(400, "the body is no mapping")
+        raise HTTPException(400, "the body is not a mapping")
     return body
 
 

@@ -164,7 +164,7 @@ class Questions:
                 answer: dict[str, Any] = json.loads(self._process.stdout.readline())
             except (OSError, ValueError) as error:
                 self._end()
-                return {"failed": f"the process that knows configs has ended: {error}"}
+                return {"failed": f"the config process has ended: {error}"}
             self._timer = threading.Timer(IDLE_S, self.close)
             self._timer.daemon = True
             self._timer.start()
@@ -233,7 +233,7 @@ class Guard:
         refused = self._refusal(scope, headers, opening)
         if refused is None and opening:
             if not secrets.compare_digest(token.encode(), self.token.encode()):
-                refused = 401, "the token is not this server's"
+                refused = 401, "the token is not valid for this server"
             else:
                 cookie = f"{self.cookie}={self.token}; HttpOnly; SameSite=Strict; Path=/"
                 await _answer(send, 303, "", {"location": "/", "set-cookie": cookie})
@@ -254,24 +254,24 @@ class Guard:
     def _refusal(self, scope: Message, headers: dict[str, str], opening: bool) -> tuple[int, str] | None:
         host = headers.get("host", "")
         if not self._is_own_host(host):
-            return 400, "this host is not the server's: open it by localhost or its address"
+            return 400, "this is not the server's host name: use localhost or its address"
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2] != host:
-            return 403, "another site may not ask"
+            return 403, "requests from other sites are not allowed"
         site = headers.get("sec-fetch-site", "none")
         is_link = (
             opening and headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
         )
         if site not in ("same-origin", "none") and not is_link:
-            return 403, "another site may not ask"
+            return 403, "requests from other sites are not allowed"
         if scope["method"] not in ("GET", "HEAD"):
             if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-                return 403, "takes application/json"
+                return 403, "the content type must be application/json"
             if POST_HEADER not in headers:
-                return 403, f"takes the header {POST_HEADER}"
+                return 403, f"the header {POST_HEADER} is required"
             length = headers.get("content-length", "")
             if not (length.isascii() and length.isdigit()) or int(length) > MAX_BODY_BYTES:
-                return 413, f"takes at most {MAX_BODY_BYTES} bytes, and their number"
+                return 413, f"at most {MAX_BODY_BYTES} bytes, with a Content-Length"
         return None
 
     def _is_own_host(self, host: str) -> bool:
@@ -376,7 +376,7 @@ class WebServer:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, ended)
         self._routes.watcher.ending = lambda: self._server.should_exit
-        # A request that is cancelled by the shutdown is no error, and its traceback should not be printed.
+        # A request that is cancelled by the shutdown is not an error, and its traceback should not be printed.
         logging.getLogger("uvicorn.error").addFilter(lambda _: not self._server.should_exit)
         ready(self.address)
         try:
@@ -391,6 +391,6 @@ def listener_at(host: str, port: int) -> socket.socket:
     Raises:
         ValueError: the address cannot be used.
     """
-    with reraise_as(ValueError, f"cannot listen at {host}:{port} (--host, --port)", OSError):
+    with reraise_as(ValueError, f"cannot listen on {host}:{port} (--host, --port)", OSError):
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=128)

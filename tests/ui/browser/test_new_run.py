@@ -78,7 +78,7 @@ def test_errors_are_shown_beside_their_keys_while_typing(tab, client):
     field(page, "train.steps").fill("4")
     field(page, "run_name").fill("old")
     page.wait_for_selector("[id='form-run_name-about'] .error")
-    assert "exists already" in beside(page, "run_name")
+    assert "already exists" in beside(page, "run_name")
 
 
 def test_an_unknown_key_is_renamed_or_removed(tab, client):
