@@ -107,7 +107,7 @@ def test_the_command(run, capsys, tmp_path):
         (["--step", "9"], "step 9 has no recorded tokens; steps that have: 1, 2"),
         (["--step", "last", "train.learning_rate=1"], "a replay can only change keys of `algorithm`"),
         (["--step", "2", "algorithm.name=dpo"], "dpo has no per-token loss"),
-        (["--step", "2", "algorithm.advantage=gae"], "reads values, which the run did not compute"),
+        (["--step", "2", "algorithm.advantage=gae"], "reads values, which the run did not record"),
         (["--step", "2", "algorithm.name=gkd"], "distributions"),
     ],
 )
