@@ -130,9 +130,8 @@ class ReplyTokens:
         before, after = (self._rendered([*thinking, *more], bool(more)) for more in ([], reply))
         prompt, conversation = self._rendered(messages[:-1], True), self._rendered([*messages, *reply], True)
         start = conversation.partition(_MODEL)[0]
-        if not start.startswith(prompt) and not prompt.startswith(
-            start
-        ):  # one may continue with thoughts or a tool call
+        # One may continue with thoughts or a tool call.
+        if not start.startswith(prompt) and not prompt.startswith(start):
             return [
                 f"the chat template renders earlier messages differently when a message of role {role!r} follows; rows "
                 "keep them as the model saw them"
