@@ -699,7 +699,7 @@ def test_sleep_and_wake(make_engine, plain_folder):
     engine.wake()
     check_same(engine, before, generate(engine, prompts, sampling))
     engine.submit(requests_of(prompts[0], sampling))
-    with pytest.raises(RuntimeError, match="holds 2 requests"):
+    with pytest.raises(RuntimeError, match="has 2 unfinished"):
         engine.sleep()
     engine.abort()
 

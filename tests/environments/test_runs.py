@@ -149,7 +149,7 @@ def test_an_environment_beside_a_reward(folder):
     (["environment.function=nowhere.at_all"], "module 'nowhere' cannot be imported"),
     (["environment.args={turms: 3}"], "unexpected keyword argument 'turms'"),
     ([f"environment.function={PLAYED}:asyncio"], "has no function 'asyncio'"),
-    ([f"environment.function={PLAYED}:Reply", "environment.args={text: a}"], "is no environment"),
+    ([f"environment.function={PLAYED}:Reply", "environment.args={text: a}"], "is not an environment"),
     (["environment.max_turns=0"], "environment.max_turns"),
     (["environment.stop=['']"], "environment.stop.0"),
     (["environment.when_full=drop_oldest", "environment.max_turn_tokens=21"], "max_turn_tokens of at most 20"),

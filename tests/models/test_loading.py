@@ -134,7 +134,7 @@ def test_hub_name_that_cannot_be_had(monkeypatch):
         raise OSError("no route to host")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
-    with pytest.raises(ConfigError, match=r"no folder.*no route to host"):
+    with pytest.raises(ConfigError, match=r"not a folder.*no route to host"):
         model_config_only("nobody/nothing-of-that-name")
 
 

@@ -83,7 +83,7 @@ def test_no_answer_is_not_the_one_of_the_prompts_example():
 
 def test_a_truth_that_is_none_is_named():
     for truth in (None, [], [None], {"target": ["x"]}):
-        with pytest.raises(TypeError, match="right answers"):
+        with pytest.raises(TypeError, match="correct answers"):
             score("<answer>x</answer>", truth)
     for truth in ("", " ", ["Paris", ""], "...", '["Paris", "Lutetia"]', float("nan")):
         with pytest.raises(ValueError, match="ground_truth"):

@@ -62,7 +62,7 @@ def test_generate_leaves_nothing_behind_when_it_fails():
 def test_an_engine_with_requests_does_not_sleep():
     engine = make_engine()
     engine.submit(requests_of(prompt("a", 5), SamplingParams()))
-    with pytest.raises(RuntimeError, match="holds 1 requests"):
+    with pytest.raises(RuntimeError, match="has 1 unfinished"):
         engine.sleep()
     engine.abort()
     engine.sleep()

@@ -187,7 +187,7 @@ def test_a_replica_that_dies_at_start_is_started_again(cluster):
 
 def test_no_replica_sleeps_while_one_holds_requests(replicas):
     replicas.submit([request("a/0")])
-    with pytest.raises(RuntimeError, match="holds 1 requests"):
+    with pytest.raises(RuntimeError, match="has 1 unfinished"):
         replicas.sleep()
     replicas.submit([request("b/0")])  # by the other one
     assert drain(replicas) == ["a/0", "b/0"]

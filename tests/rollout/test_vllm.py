@@ -127,7 +127,7 @@ def test_new_weights_sleep_and_waking_are_vllms_own_in_the_order_of_a_step(start
     """Adapters alone; its weights and cache are given back once, and nothing is drawn meanwhile."""
     with start(lora_rank=2) as engine:
         engine.submit(requests_of(prompts_of([5])[0], SamplingParams()))
-        with pytest.raises(RuntimeError, match="holds 1 request"):
+        with pytest.raises(RuntimeError, match="has 1 unfinished"):
             engine.sleep()
         engine.held.clear(), engine.waiting.clear()
         engine.sleep()

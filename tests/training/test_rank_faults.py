@@ -47,7 +47,7 @@ def fails_soon(ranks, said):
 
 
 FAULTS = {
-    "out of memory": r"rank 1: OutOfMemory: out of memory with \d+ padded .*go on with train.tokens_per_micro",
+    "out of memory": r"rank 1: OutOfMemory: out of memory with \d+ padded .*use train.tokens_per_micro",
     "error": r"rank 1: IndexError: index 9 is out of bounds; train_step was interrupted",
     "SIGKILL": r"rank 1 \(pid \d+\) died by SIGKILL; train_step was interrupted",
     "SIGSTOP": r"rank 1 does not respond \(backend.timeout_s=\d+\)",

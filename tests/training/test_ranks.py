@@ -113,7 +113,7 @@ def spoiled_on_one(folder, collective):
 
 
 def own_update(folder, collective):
-    with pytest.raises(ConfigError, match="several ranks"):
+    with pytest.raises(ConfigError, match="in one process"):
         make(folder, collective).train_step(make_batch(), make_algorithm(update=lambda *_: UpdateOutput({})))
     return True
 

@@ -174,7 +174,7 @@ def test_groups_of_seeds_are_compared_with_the_interval_and_their_configs_beside
     page = tab(client, viewport={"width": 1400, "height": 900}).open(f"/compare/{ids}", ".chart canvas")
     said = " ".join(page.get_by_role("region", name="Difference").locator("li").inner_text().split())
     assert said.startswith("learning_rate=0.2 − learning_rate=0.1 = +0.0267 [95% −0.0148 to +0.0681], n = 3:")
-    assert said.endswith("cannot be told apart; about 5 seeds each would")
+    assert said.endswith("not significant; about 5 seeds each needed")
     config, curves = page.locator(".beside aside").bounding_box(), page.locator(".beside .charts").bounding_box()
     assert config["x"] > curves["x"] + curves["width"] and config["y"] < curves["y"]
     page.get_by_label("All metrics").check()
