@@ -387,13 +387,13 @@ class RLRun(PreparedRun):
         return Evaluation(result.metrics(), known, result.rows)
 
 
-def describe_problems(name: str, samples: Sequence[Problem], processor: DataProcessor) -> list[str]:
+def describe_problems(name: str, problems: Sequence[Problem], processor: DataProcessor) -> list[str]:
     """Describe a split: number of problems, their sources, prompt lengths."""
-    sources = Counter(sample.data_source for sample in samples)
-    lengths = sorted(len(ids) for ids in processor.token_ids(samples))
+    sources = Counter(problem.data_source for problem in problems)
+    lengths = sorted(len(ids) for ids in processor.token_ids(problems))
     return [
-        f"{name}: {len(samples)} problems ({', '.join(f'{source} x{count}' for source, count in sources.items())})",
-        *(f"       {line}" for line in repetitions(samples)),
+        f"{name}: {len(problems)} problems ({', '.join(f'{source} x{count}' for source, count in sources.items())})",
+        *(f"       {line}" for line in repetitions(problems)),
         f"       prompt tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
     ]
 
@@ -445,8 +445,8 @@ def fill(run: RLRun, groups: int | None = None, report: Callable[[str], None] = 
         ValueError: a problem has a value that a pool cannot keep.
     """
     config = run.config
-    for sample in run.stream.problems:
-        problem_json(sample)
+    for problem in run.stream.problems:
+        problem_json(problem)
     watch, drawn, new = Stopwatch(), 0, 0
     with ExitStack() as stack:
         stack.callback(run.rewards.close)
