@@ -140,7 +140,7 @@ def test_a_role_with_a_custom_resource_goes_where_that_is():
     placement = places(asked, [here, other])
     assert placement["trainer", 0].name == "b" and placement["rollout", 0].name == "a"
     assert other.custom == {"big_memory": 1.0}, "a plan takes nothing"
-    message = r"room for only 0 of 1 trainer actors \(1 CPUs, 0 GPUs, big_memory 1 each\).*10.0.0.1 with 8 CPUs and 0 GPUs;"
+    message = r"only 0 of 1 trainer actors \(1 CPUs, 0 GPUs, big_memory 1 each\).*10.0.0.1 with 8 CPUs and 0 GPUs;"
     with pytest.raises(PlacementError, match=message):
         places(asked, [here])
     two = [replace(each, count=2) for each in asked if each.role == "trainer"]
