@@ -154,8 +154,6 @@ def loaded_by(statement: str) -> set[str]:
 
 ENGINE_HOOKS = {"_advance", "_make_rule"}
 """Methods that a subclass implements, with an underscore because callers of an engine use others."""
-
-
 PATCHES = {"setattr", "getattr", "delattr", "patch", "object"}
 
 
@@ -178,10 +176,11 @@ def private_uses(tree: ast.Module, private: set[str]) -> set[tuple[int, str]]:
             uses.add((node.lineno, node.attr))
         elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("atomrl"):
             uses |= {(node.lineno, alias.name) for alias in node.names}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in PATCHES:
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in PATCHES:
             texts = [each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
             uses |= {(node.lineno, text.rpartition(".")[2]) for text in texts}
-    return {(line, name) for line, name in uses if name in private - private_names(tree)}
+    of_the_package = private - private_names(tree)
+    return {(line, name) for line, name in uses if name in of_the_package}
 
 
 def test_tests_use_public_names():

@@ -433,7 +433,8 @@ def test_seeds_do_not_depend_on_timing(tmp_path):
             parts.source.collect(3, step, Stopwatch())
             parts.transfer(step)
         parts.source.close()
-        seeds.append({request.request_id: request.seed for request in requests})
+        # The first seeds: on a busy machine a group may get too old, and is then sampled again with others.
+        seeds.append({request.request_id: request.seed for request in reversed(requests)})
     assert seeds[0] == seeds[1] and len(seeds[0]) == 60, "and nothing is drawn beyond the run's end"
 
 
