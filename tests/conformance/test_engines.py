@@ -655,7 +655,7 @@ def test_abort_gives_what_there_is(make_engine, plain_folder):
             assert (computes_alone or len(drawn) < 200) and tuple(drawn) == whole[int(output.request_id[-1])][
                 : len(drawn)
             ]
-    if engine.seeded:
+    if engine.seeded and not computes_alone:  # another process may not have begun with it
         assert aborted[0].segments
     assert engine.abort() == [] and engine.poll() == []
 
