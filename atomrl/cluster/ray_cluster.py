@@ -450,7 +450,11 @@ class RayCluster:
         if actor in self.actors:
             self.actors.remove(actor)
             with self.watch.inside():
-                self.ray.kill(actor.handle)
+                try:
+                    self.ray.kill(actor.handle)
+                except self.ray.exceptions.RaySystemError as error:
+                    if "creation cancelled" not in str(error):  # killed before Ray had registered it
+                        raise
 
     def _end_processes(self, *names: str) -> None:
         """Kill Ray's own processes of these kinds, if this process started them."""
