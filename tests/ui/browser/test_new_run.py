@@ -93,7 +93,7 @@ def test_an_unknown_key_is_renamed_or_removed(tab, client):
     page.wait_for_selector("text=A valid config: rl, 4 steps")
     assert "zzz" not in text.input_value()
     text.fill("train: [1")
-    page.wait_for_selector("text=no YAML")
+    page.wait_for_selector("text=not valid YAML")
     assert page.get_by_role("button", name="Review and launch").is_disabled()
 
 
