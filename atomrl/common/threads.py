@@ -198,7 +198,7 @@ class AdaptiveThreads:
 
 
 adapting: AdaptiveThreads | None = None
-"""What chooses the number of threads of each `unit`; None: nothing does."""
+"""The thread chooser of the running block of `adaptive_threads`; None: the number of threads is fixed."""
 
 
 @contextmanager
