@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from atomrl.common.errors import Outage, ServiceGone
 from atomrl.common.processes import progress
+from atomrl.data.files import error_list
 from atomrl.rewards.calling import (
     Outcome,
     RewardPool,
@@ -157,10 +158,9 @@ class Rewards:
                 if reason := truth_problem(name, row, scorer.args):
                     unreadable[f"{problem.problem_id}: {reason}"] = None
         if unreadable:
-            lines = [f"\n  {line}" for line in [*unreadable][:20]]
-            more = f"\n  and {len(unreadable) - 20} more" if len(unreadable) > 20 else ""
             raise RewardError(
-                f"{len(unreadable)} ground truths cannot be read, so no answer could be correct:{''.join(lines)}{more}"
+                f"{len(unreadable)} ground truths cannot be read, so no answer could be correct:\n"
+                + error_list([*unreadable])
             )
 
     def try_functions(self, problem: Problem) -> None:

@@ -213,7 +213,7 @@ class RefillingSource(GroupSource):
         return accepted, rejected
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineSource(RefillingSource):
     """Groups that an engine samples while the trainer waits: all requests of a step, then all rewards."""
 
