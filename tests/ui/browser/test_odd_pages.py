@@ -35,7 +35,7 @@ def test_filters_that_are_typed_in_quick_succession_are_all_kept(tab):
         }"""
     )
     wanted = {"text=is", "min_reward=0.5", "max_reward=3"}
-    until(lambda: wanted <= set(page.evaluate("location.hash").partition("?")[2].split("&")), 20)
+    until(lambda: wanted <= set(page.evaluate("location.hash").partition("?")[2].split("&")))
 
 
 def test_an_evaluation_after_the_last_step_is_drawn(tab, tmp_path):
@@ -46,7 +46,7 @@ def test_an_evaluation_after_the_last_step_is_drawn(tab, tmp_path):
         until(lambda: "0.25 (step 0)" in chart.get_attribute("aria-label"))
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": 2, "val-core/sums/acc/mean@1": 0.875}) + "\n")
-        until(lambda: "to 0.875 (step 2)" in chart.get_attribute("aria-label"), 20)
+        until(lambda: "to 0.875 (step 2)" in chart.get_attribute("aria-label"))
         page.goto("about:blank")
 
 

@@ -38,7 +38,7 @@ def test_new_completions_appear_while_the_run_goes_on(tab, client):
         writes = page.locator(".writes")
         assert "Step 2" in writes.inner_text() and writes.locator(".sample").count() == 4
         log_step(run, 3, text="now it is")
-        until(lambda: "Step 3" in writes.inner_text() and "now it is" in writes.inner_text(), 20)
+        until(lambda: "Step 3" in writes.inner_text() and "now it is" in writes.inner_text())
         page.locator(".tiles", has_text="0.1 → 0.3").wait_for()
         writes.get_by_role("link", name="Reward").last.click()
         page.wait_for_selector("aside.group")
@@ -53,11 +53,10 @@ def test_a_run_that_is_removed_while_it_is_open_is_said_to_be_gone(tab, client):
     one = tab(client)
     one.open("/", "text=gone")
     page = one.open(f"/run/{client.id_of('gone')}", ".sample")
+    one.may_miss = True
     shutil.rmtree(run)
-    page.locator("[role=alert]", has_text="folder is gone").wait_for(timeout=20_000)
+    page.locator("[role=alert]", has_text="folder is gone").wait_for(timeout=60_000)
     assert page.locator(".tiles").count() == 1  # what was read stays
-    page.goto("about:blank")
-    one.faults[:] = [fault for fault in one.faults if "404" not in fault]
 
 
 def test_a_prompt_is_looked_at_before_and_after_and_another_one_chosen(tab, client):

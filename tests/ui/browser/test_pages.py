@@ -279,7 +279,7 @@ def test_a_link_that_is_followed_before_the_first_paint_is_not_lost(browser, ser
     page = context.new_page()
     page.add_init_script("addEventListener('DOMContentLoaded', () => { location.hash = '#/new'; });")
     page.goto(server.address)
-    page.wait_for_selector("#check .status", timeout=20_000)
+    page.wait_for_selector("#check .status", timeout=60_000)
     context.close()
 
 
@@ -294,18 +294,17 @@ def test_pages_are_live(tab, project):
         row = page.locator("tr", has=page.get_by_role("link", name="live"))
         assert "2 / 10" in row.inner_text()
         log_step(live, 3)
-        until(lambda: "3 / 10" in row.inner_text(), 20)
-        until(lambda: "to 0.3 (step 3)" in chart.get_attribute("aria-label"), 20)
+        until(lambda: "3 / 10" in row.inner_text())
+        until(lambda: "to 0.3 (step 3)" in chart.get_attribute("aria-label"))
         lines = (live / "metrics.jsonl").read_text().splitlines(keepends=True)
         (live / "metrics.jsonl").write_text("".join(lines[:2]))  # it was resumed from before
         log_step(live, 2)
-        until(lambda: "2 / 10" in row.inner_text(), 20)
-        until(lambda: "(step 2)" in chart.get_attribute("aria-label"), 20)
+        until(lambda: "2 / 10" in row.inner_text())
+        until(lambda: "(step 2)" in chart.get_attribute("aria-label"))
     finally:
+        lists.may_miss = one.may_miss = True
         shutil.rmtree(live)
-    until(lambda: page.get_by_role("link", name="live").count() == 0, 20)
-    one.faults[:] = [fault for fault in one.faults if "404" not in fault]  # it is gone, and that is said
-    lists.faults[:] = [fault for fault in lists.faults if "404" not in fault]
+    until(lambda: page.get_by_role("link", name="live").count() == 0)
 
 
 @pytest.mark.short
@@ -381,7 +380,7 @@ def test_server_browser_and_run_may_end_at_any_moment(browser, project):
         page.goto(f"{client.base}/#/run/{client.id_of('survivor')}")
         page.wait_for_selector("text=Running: step")
         os.kill(started["process"], signal.SIGKILL)
-        page.wait_for_selector("text=Died at step", timeout=20_000)
+        page.wait_for_selector("text=Died at step", timeout=60_000)
         page.context.close()
 
 
