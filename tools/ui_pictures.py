@@ -28,7 +28,7 @@ PAGES = {
     "charts": ("/run/{run}/charts", ".chart canvas"),
     "rollouts": ("/run/{run}/rollouts/{step}/train/{place}?first_step={step}&last_step={step}", "aside.group .members"),
     "tokens": ("/run/{run}/rollouts/{step}/train/{place}?first_step={step}&split=train", "aside.group pre.math"),
-    "config": ("/run/{run}/config", "text=Other than the defaults"),
+    "config": ("/run/{run}/config", "text=Non-default keys"),
     "log": ("/run/{run}/log", "pre"),
     "new": ("/new", ".launch .finished"),
     "chinese": ("/run/{run}", ".chart"),
@@ -81,7 +81,7 @@ def main(folder: Path, name: str, step: int, pictures: list[str]) -> None:
 def colour_tokens(page: Any) -> None:
     """Show the tokens of the group's second completion, coloured by entropy, and how the loss of one was made."""
     page.locator("aside.group").get_by_role("button", name="Tokens").nth(1).click()
-    page.get_by_label("Colour by").select_option("entropy")
+    page.get_by_label("Color by").select_option("entropy")
     page.locator(".tokens.coloured [data-i]").nth(3).click()
     page.wait_for_selector(".lines")
     page.locator(".strip").evaluate("node => node.scrollIntoView({block: 'start'})")

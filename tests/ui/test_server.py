@@ -332,7 +332,7 @@ def test_a_run_that_is_just_ending_is_waited_for(tmp_path, monkeypatch):
     owners, spawned = iter([7, 7, None]), []
     monkeypatch.setattr("atomrl.tools.ui.new_run.lock_owner", lambda _: next(owners))
     monkeypatch.setattr(Launcher, "spawn", lambda _, arguments, *rest: spawned.append(arguments))
-    with pytest.raises(LaunchError, match="it is running"):
+    with pytest.raises(LaunchError, match="still running"):
         Launcher(tmp_path).resume(folder)
     (folder / "summary.json").write_text('{"finished": false}')
     Launcher(tmp_path).resume(folder)

@@ -100,7 +100,7 @@ def advantages(config: RunConfig, rows: Sequence[Mapping[str, Any]], group: Sequ
     """
     objective = objective_in(config)
     if not isinstance(objective, PolicyObjective) or isinstance(objective.advantage, NoAdvantage):
-        return {"why": "this algorithm computes no advantages from rewards"}
+        return {"why": "This algorithm computes no advantages from rewards"}
     choice = objective.advantage
     equation = "\n".join(line.text for line in (*objective.shaping.where(), choice.equation(), *choice.where()))
     if why := unknown(objective, rows):
@@ -118,7 +118,7 @@ def advantages(config: RunConfig, rows: Sequence[Mapping[str, Any]], group: Sequ
     if any((one is None) != (other is None) for one, other in pairs) or not all(
         math.isclose(one, other, rel_tol=ADVANTAGE_CLOSE, abs_tol=close) for one, other in pairs if one is not None
     ):
-        return {"equation": equation, "why": "recomputed advantages differ from the recorded ones"}
+        return {"equation": equation, "why": "Recomputed advantages differ from the recorded ones"}
     rewards = [rows[place]["reward"] for place in group]
     return {"equation": equation, "computed": computed} | line_through(rewards, computed)
 
@@ -129,12 +129,12 @@ def unknown(objective: PolicyObjective, rows: Sequence[Mapping[str, Any]]) -> st
     if objective.kl.applied_to == "reward":
         needed |= {"old_logprobs", "ref_logprobs"}
     if needed:
-        return f"they depend on per-token values that were not all recorded: {', '.join(sorted(needed))}"
+        return f"They depend on per-token values that were not all recorded: {', '.join(sorted(needed))}"
     if objective.extra_rollouts and not any("baseline_reward" in row for row in rows):
-        return "the rewards of the greedy completions were not recorded"
+        return "The rewards of the greedy completions were not recorded"
     turns = [turn for row in rows for turn in (row.get("episode") or {}).get("turns") or ()]
     if any(turn.get("reward") is not None for turn in turns):
-        return "they depend on rewards of an episode's turns"
+        return "They depend on the rewards of turns"
     return None
 
 
@@ -212,11 +212,11 @@ def token(
     objective = objective_in(config)
     page: dict[str, Any] = {"equation": equation(objective), "lines": [], "agrees": None}
     if not isinstance(objective, PolicyObjective):
-        return page | {"why": "this objective is defined on whole completions: tokens have no loss"}
+        return page | {"why": "This objective is defined on whole completions: single tokens have no loss"}
     if "logprobs" not in columns:
-        return page | {"why": "this algorithm has its own update: the values of its loss were not recorded"}
+        return page | {"why": "This algorithm has its own update, which records no values of its loss"}
     if not columns["loss_mask"][at]:
-        return page | {"why": "this token is not trained on"}
+        return page | {"why": "This token is not trained on"}
     return page | _Lines(objective, columns, at, reward, rewards, state).compute()
 
 
@@ -305,7 +305,7 @@ class _Lines:
                 agrees = math.isclose(computed, recorded, rel_tol=CLOSE, abs_tol=CLOSE * abs(weight))
         if gradient is not None:
             self._add("gradient", "d loss / d log pi(a_t)", {}, self._at(gradient))
-        why = f"not recomputed, because its inputs were not recorded: {self.left_out}" if self.left_out else None
+        why = f"Not recomputed, because its inputs were not recorded: {self.left_out}" if self.left_out else None
         return {"lines": self.lines, "agrees": agrees, "why": why}
 
     def _add_critic(self, rest: float) -> None:
@@ -461,7 +461,7 @@ def answer_line(line: str) -> str:
     try:
         return json.dumps(answer(json.loads(line)), default=str)
     except Exception as error:
-        return json.dumps({"errors": [f"it cannot be read: {error!r}"]})
+        return json.dumps({"errors": [f"cannot be read: {error!r}"]})
 
 
 def main() -> None:

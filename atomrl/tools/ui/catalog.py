@@ -236,7 +236,7 @@ def held_out(run: Run) -> list[dict[str, Any]]:
 
 def unreadable(run_id: str, name: str, error: Exception) -> dict[str, Any]:
     """Return the card of a run that cannot be read, with the error."""
-    why = f"it cannot be read: {error!r}"[:1000]
+    why = f"cannot be read: {error!r}"[:1000]
     absent = ("steps", "progress", "eta_s", "step_seconds", "started", "seed", "learning_rate", "model", "silent_s")
     return dict.fromkeys((*absent, "reward", "loss")) | {
         "id": run_id, "name": name, "kind": "", "algorithm": "", "status": "failed", "why": why, "step": 0,

@@ -258,7 +258,7 @@ def _tree(text: str) -> Tree:
         mark = error.problem_mark or error.context_mark
         raise DraftError(f"not valid YAML: {error.problem}", mark.line if mark else None) from None
     except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:
-        raise DraftError(f"not valid YAML: {str(error) or 'it is nested too deep'}") from None
+        raise DraftError(f"not valid YAML: {str(error) or 'nested too deep'}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
@@ -454,11 +454,11 @@ class Launcher:
         end = time.monotonic() + ENDING_S
         while lock_owner(folder) is not None:  # a finished run may still be shutting down
             if not (folder / "summary.json").exists() or time.monotonic() > end:
-                raise LaunchError("it is running")
+                raise LaunchError("the run is still running")
             time.sleep(0.1)
         config, place = folder / "config.yaml", folder.resolve()
         if not config.is_file() or config.is_symlink():
-            raise LaunchError("it has no config.yaml")
+            raise LaunchError("the run has no config.yaml")
         home = home_of(Run(folder).environment)
         return self.spawn(["train", str(config.resolve()), *_where(place), "--resume"], place, home)
 
@@ -500,11 +500,11 @@ class Launcher:
         """Ask a run to end after its current step.
 
         Raises:
-            LaunchError: no process on this machine writes it.
+            LaunchError: no process on this machine runs it.
         """
         process = lock_owner(folder)
         if not process or process == os.getpid():
-            raise LaunchError("no process on this machine writes it")
+            raise LaunchError("no process on this machine runs it")
         try:
             os.kill(process, signal.SIGTERM)
         except OSError as error:

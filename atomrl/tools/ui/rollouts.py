@@ -44,7 +44,7 @@ def tokens(run: Run, step: int, split: str, place: int) -> dict[str, Any]:
     row = run.rollouts[run.rollouts.number_at(step, split, place)]
     ids, recorded = row.get("token_ids"), list[int]()
     if not isinstance(ids, list) or not all(isinstance(token, int) and token >= 0 for token in ids):
-        missing = {"texts": None, "numbers": None, "prompt": None, "why": "no token ids were recorded"}
+        missing = {"texts": None, "numbers": None, "prompt": None, "why": "No token ids were recorded."}
         return missing | {"ids": [], "recorded": recorded}
     (texts, why), numbers, prompt = token_texts(run.path, ids), None, None
     try:
@@ -394,7 +394,7 @@ def place_at(params: Mapping[str, str]) -> tuple[int, str, int]:
     """
     step, place = params["step"], params["place"]
     if not all(text.isascii() and text.isdigit() and len(text) <= 16 for text in (step, place)):
-        raise LookupError("no such rollout")
+        raise LookupError("no such completion")
     return int(step), params["split"], int(place)
 
 
@@ -450,7 +450,7 @@ def prompt_history(index: RolloutIndex, prompt: str, split: str | None) -> dict[
     """
     numbers = index.select(RolloutFilter(prompt=prompt, split=split or None))[:MAX_PROMPT_ROWS]
     if not len(numbers):
-        raise LookupError("no rollout has this prompt")
+        raise LookupError("no completion of this prompt")
     rows = index.rows(numbers)
     steps: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for place, row in zip(numbers.tolist(), rows, strict=True):

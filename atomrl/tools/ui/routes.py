@@ -245,7 +245,7 @@ class Routes:
     def difference(self, request: Request) -> Response:
         entries = self._compared(request)
         if len(entries) != 2:
-            raise HTTPException(400, "give two runs to compare")
+            raise HTTPException(400, "the comparison needs two runs")
         return answer(request, compare.difference([entry.path for entry in entries]))
 
     def answers(self, request: Request) -> Response:
@@ -456,7 +456,7 @@ def natural(text: str | None, default: int) -> int:
     if not text:
         return default
     if not text.isascii() or not text.isdigit() or len(text) > 16:
-        raise HTTPException(400, f"{text[:40]!r} is not a whole number")
+        raise HTTPException(400, f"{text[:40]!r} is not an integer")
     return int(text)
 
 
@@ -488,7 +488,7 @@ def _refusals() -> Iterator[None]:
 
 def _refused(request: Request, error: Exception) -> Response:
     """Return an error response; an unexpected error gets the message that the list shows for an unreadable run."""
-    status, detail = 500, f"it cannot be read: {error!r}"[:1000]
+    status, detail = 500, f"cannot be read: {error!r}"[:1000]
     if isinstance(error, HTTPException):
         status, detail = error.status_code, error.detail
     return Response(orjson.dumps({"detail": detail}), status, {"cache-control": "no-store"}, "application/json")

@@ -239,7 +239,7 @@ class Guard:
                 await _answer(send, 303, "", {"location": "/", "set-cookie": cookie})
                 return
         if refused is None and not self._has_token(headers):
-            refused = 401, "open the address that `atomrl ui` printed: it has the token of this server"
+            refused = 401, "open the URL that `atomrl ui` printed: it contains the token of this server"
         if refused is not None:
             await _answer(send, refused[0], refused[1] + "\n")
             return
@@ -254,7 +254,7 @@ class Guard:
     def _refusal(self, scope: Message, headers: dict[str, str], opening: bool) -> tuple[int, str] | None:
         host = headers.get("host", "")
         if not self._is_own_host(host):
-            return 400, "this is not the server's host name: use localhost or its address"
+            return 400, "wrong host name: use localhost or the server's IP address"
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2] != host:
             return 403, "requests from other sites are not allowed"
@@ -271,7 +271,7 @@ class Guard:
                 return 403, f"the header {POST_HEADER} is required"
             length = headers.get("content-length", "")
             if not (length.isascii() and length.isdigit()) or int(length) > MAX_BODY_BYTES:
-                return 413, f"at most {MAX_BODY_BYTES} bytes, with a Content-Length"
+                return 413, f"the body may have at most {MAX_BODY_BYTES} bytes, with a Content-Length"
         return None
 
     def _is_own_host(self, host: str) -> bool:

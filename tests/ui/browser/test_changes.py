@@ -68,7 +68,7 @@ def test_a_page_says_that_the_server_was_started_anew(browser, tmp_path):
         page.goto(client.address)
         page.wait_for_selector("table.runs")
     with serving(tmp_path, "--port", str(client.port)) as (again, _):
-        page.wait_for_selector("text=The server was started anew", timeout=60_000)
+        page.wait_for_selector("text=The server was restarted", timeout=60_000)
         page.goto(again.address)
         page.wait_for_selector("table.runs", timeout=60_000)
         until(lambda: page.locator("header .lost").inner_text() == "")

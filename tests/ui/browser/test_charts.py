@@ -78,7 +78,7 @@ def test_panels_that_are_the_same_are_one_and_what_never_changes_is_a_number(tab
     assert titles[:4] == ["Reward", "Held-out accuracy", "Entropy (nats per token)", "Gradient norm"]
     assert not any("nothing" in title or "rate" in title for title in titles)
     assert "critic/score/mean = sum/mean" in chart(page, "Reward").locator(".legend").inner_text()
-    page.get_by_text("Never changed: 3").click()
+    page.get_by_text("Constant metrics: 3").click()
     assert page.locator(".flat dl").inner_text().split()[:2] == ["actor/lr", "1.00e-6"]
 
 
@@ -90,7 +90,7 @@ def test_how_charts_are_looked_at_is_in_the_address(tab, client):
     page.get_by_role("searchbox").fill("grad norm")
     gradient = chart(page, "Gradient norm")
     gradient.hover()
-    gradient.get_by_role("button", name="Logarithmic axis").click()
+    gradient.get_by_role("button", name="Log scale").click()
     until(lambda: all(part in address(page) for part in ("x=tokens", "smooth=0.9", "find=grad", "log=gradient")))
     page.reload()
     page.wait_for_selector(".chart canvas")
@@ -99,7 +99,7 @@ def test_how_charts_are_looked_at_is_in_the_address(tab, client):
         page.get_by_role("combobox", name="Axis").input_value() == "tokens"
         and page.get_by_label("Smoothing").input_value() == "0.9"
     )
-    pressed = gradient.get_by_role("button", name="Logarithmic axis").get_attribute("aria-pressed")
+    pressed = gradient.get_by_role("button", name="Log scale").get_attribute("aria-pressed")
     assert pressed == "true" and "(raw " in gradient.locator(".legend").inner_text()
 
 
@@ -131,7 +131,7 @@ def test_a_long_run_is_summed_up_and_every_step_is_seen_close_up(tab, client):
     for key in ("Home", *["ArrowRight"] * 4):
         page.keyboard.press(key)
     until(lambda: "step 1,234, actor/grad_norm 100" in chart(page, "Gradient norm").get_by_role("status").inner_text())
-    page.get_by_role("button", name="Whole run").click()
+    page.get_by_role("button", name="Reset zoom").click()
     page.wait_for_selector("text=5,000 steps: each point is the mean of 13 steps")
 
 
@@ -140,12 +140,12 @@ def test_a_chart_fills_the_window_and_is_saved(tab, client):
     page = charts(tab, client)
     gradient = chart(page, "Gradient norm")
     gradient.hover()
-    gradient.get_by_role("button", name="Gradient norm in the full window").click()
+    gradient.get_by_role("button", name="Enlarge Gradient norm").click()
     page.wait_for_selector("dialog canvas")
     until(lambda: "chart=gradient" in address(page) and page.locator("dialog .plot").bounding_box()["width"] > 1000)
     page.wait_for_selector("dialog :text('mean of 4 steps')")  # finer than in the small one
     with page.expect_download() as saved:
-        page.locator("dialog").get_by_role("button", name="as a picture").click()
+        page.locator("dialog").get_by_role("button", name="as PNG").click()
     assert saved.value.path().read_bytes().startswith(b"\x89PNG") and saved.value.suggested_filename.startswith("long-")
     with page.expect_download() as saved:
         page.locator("dialog").get_by_role("link", name="as CSV").click()
@@ -174,7 +174,7 @@ def test_groups_of_seeds_are_compared_with_the_interval_and_their_configs_beside
     page = tab(client, viewport={"width": 1400, "height": 900}).open(f"/compare/{ids}", ".chart canvas")
     said = " ".join(page.get_by_role("region", name="Difference").locator("li").inner_text().split())
     assert said.startswith("learning_rate=0.2 − learning_rate=0.1 = +0.0267 [95% −0.0148 to +0.0681], n = 3:")
-    assert said.endswith("not significant; about 5 seeds each needed")
+    assert said.endswith("not significant; about 5 seeds per group needed")
     config, curves = page.locator(".beside aside").bounding_box(), page.locator(".beside .charts").bounding_box()
     assert config["x"] > curves["x"] + curves["width"] and config["y"] < curves["y"]
     page.get_by_label("All metrics").check()
@@ -188,10 +188,10 @@ def test_groups_of_seeds_are_compared_with_the_interval_and_their_configs_beside
 def test_nobody_is_kept_out_of_charts(tab, client, theme):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     page = charts(tab, client, "?smooth=0.6&log=gradient", color_scheme=theme)
-    page.get_by_text("Never changed: 3").click()
+    page.get_by_text("Constant metrics: 3").click()
     for place in ("page", "dialog"):
         if place == "dialog":
-            page.get_by_role("button", name="Reward in the full window").click()
+            page.get_by_role("button", name="Enlarge Reward").click()
             page.wait_for_selector("dialog canvas")
         page.wait_for_timeout(300)
         results = axe.run(page).response["violations"]

@@ -104,7 +104,7 @@ def test_a_study_is_shown(tab, client):
     rows = page.get_by_role("region", name="Trials").locator("tbody tr")
     assert rows.count() == 8 and rows.nth(0).inner_text().split()[-1] == "rloo"
     assert page.locator(".mark.best").count() == 3 and page.locator(".mark.pruned").count() > 0
-    finals = page.get_by_role("region", name="On fresh seeds").locator("tbody tr").all_inner_texts()
+    finals = page.get_by_role("region", name="Final runs on fresh seeds").locator("tbody tr").all_inner_texts()
     assert finals[1].split() == ["trial_004", "★", "0.8", "0.84", "0.82"]
     rows.nth(2).get_by_role("link").click()
     page.wait_for_selector("h1:has-text('trial_002')")
@@ -114,7 +114,7 @@ def test_trials_are_in_the_list_where_they_are_asked_for(tab, client):
     page = tab(client).open("/", "table.runs")
     rows = page.locator("table.runs tbody tr")
     assert rows.count() == 5
-    page.get_by_label("list their trials").check()
+    page.get_by_label("show trials").check()
     until(lambda: rows.count() == 13)
 
 
@@ -126,7 +126,7 @@ def test_a_curve_is_looked_at_closer_by_keyboard(tab, client):
     page.keyboard.press("Home")
     page.keyboard.press("+")
     until(lambda: page.locator(".plot").first.get_attribute("aria-label") != whole)
-    page.get_by_role("button", name="Whole run").click()
+    page.get_by_role("button", name="Reset zoom").click()
     until(lambda: page.locator(".plot").first.get_attribute("aria-label") == whole)
 
 
@@ -145,7 +145,7 @@ def test_held_out_answers_stand_beside_each_other(tab, client):
     assert rows.count() == 2  # those that are rewarded alike are left out
     cells = [text.split() for text in rows.nth(0).locator("td").all_inner_texts()]
     assert cells == [["Reward", "0", "it", "is", "unclear"], ["Reward", "1", "it", "is", "2"]]
-    page.get_by_label("only where rewards differ").uncheck()
+    page.get_by_label("only prompts with different rewards").uncheck()
     until(lambda: rows.count() == 4)
     rows.nth(0).get_by_role("link").nth(1).click()
     page.wait_for_selector(".members li.chosen")
@@ -154,10 +154,10 @@ def test_held_out_answers_stand_beside_each_other(tab, client):
 
 def test_the_first_difference_is_found(tab, client):
     page = tab(client).open(*path_of(client, "answers"))
-    page.get_by_role("button", name="Find it").click()
+    page.get_by_role("button", name="Find").click()
     page.wait_for_selector("text=The first difference: rewards at step 2.")
     assert "reward: 1.0 | 0.5" in page.locator("pre.page").last.inner_text()
-    page.get_by_role("link", name="that step of B").click()
+    page.get_by_role("link", name="this step of B").click()
     page.wait_for_selector("table.rollouts")
     assert "first_step=2&last_step=2" in page.url
 
@@ -168,7 +168,7 @@ def test_why_a_run_failed_is_said(tab, client):
     row = page.locator("tr", has=page.get_by_role("link", name="broken"))
     assert "ValueError: <b>no</b> rewards" in row.inner_text()
     page = tab(client).open(*path_of(client, "failed"))
-    assert "Ended by an error at step 2 of 10: ValueError" in page.locator(".verdict .first").inner_text()
+    assert "Failed at step 2 of 10: ValueError" in page.locator(".verdict .first").inner_text()
     page.get_by_text("rl.py:3 in step").click()
     assert "Traceback" in page.locator(".verdict pre").inner_text()
 
@@ -214,7 +214,7 @@ def test_the_algorithm_itself_spells_a_group_s_advantages_out(tab, client):
 
 def test_a_comparison_of_too_many_runs_names_how_many_are_left_out(tab, client):
     page = tab(client).open(f"/compare/{','.join([client.id_of('one')] * 18)}", ".chart canvas")
-    page.wait_for_selector("text=Only the first 16 runs are compared; 2 more are left out.")
+    page.wait_for_selector("text=Only the first 16 runs are compared; 2 more are not shown.")
 
 
 def test_a_counter_of_lacking_memory_is_no_memory(tab, client):
@@ -240,7 +240,7 @@ def test_a_variant_of_a_run_whose_name_is_in_quotes_has_another_name(tab, tmp_pa
     with serving(tmp_path / "runs", "--allow-launch", cwd=tmp_path) as (client, _):
         page = tab(client).open(f"/new?from={client.id_of('7')}", "#check .finished")
         assert "run_name: 7-2" in page.locator("#config").input_value().replace("'", "")
-        assert "A valid config: rl, 10 steps" in page.locator("#check").inner_text()
+        assert "Valid config: rl, 10 steps" in page.locator("#check").inner_text()
         page.goto("about:blank")
 
 
@@ -259,7 +259,7 @@ def test_turns_that_were_dropped_are_marked(tab, client):
     page = tab(client).open(*path_of(client, "turns"))
     page.get_by_text("3 turns").click()
     said = page.locator(".members details").inner_text()
-    assert "Turn 1: no longer seen by the model from turn 3 on" in said and "1 dropped" in said
+    assert "Turn 1: dropped from the model's context at turn 3" in said and "1 dropped" in said
     assert page.locator("pre.dropped").all_inner_texts() == ["turn 0"]
 
 
@@ -269,7 +269,7 @@ def test_nobody_is_kept_out(tab, client, name, theme):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     page = tab(client, color_scheme=theme).open(*path_of(client, name))
     if name == "answers":
-        page.get_by_role("button", name="Find it").click()
+        page.get_by_role("button", name="Find").click()
         page.wait_for_selector("text=The first difference")
     if name == "turns":
         page.get_by_text("3 turns").click()
@@ -291,4 +291,4 @@ def test_a_phone_shows_it_without_scrolling_sideways_and_in_chinese(tab, client,
     page.wait_for_timeout(200)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     text = page.locator("main").inner_text()
-    assert not any(f"\n{key}\n" in text for key in ("study_of", "importance", "first_difference", "form_hint"))
+    assert not any(f"\n{key}\n" in text for key in ("study_of", "importance", "first_difference", "form"))

@@ -55,7 +55,7 @@ def test_a_run_that_is_removed_while_it_is_open_is_said_to_be_gone(tab, client):
     page = one.open(f"/run/{client.id_of('gone')}", ".sample")
     one.may_miss = True
     shutil.rmtree(run)
-    page.locator("[role=alert]", has_text="folder is gone").wait_for(timeout=60_000)
+    page.locator("[role=alert]", has_text="folder was deleted").wait_for(timeout=60_000)
     assert page.locator(".tiles").count() == 1  # what was read stays
 
 
@@ -71,14 +71,14 @@ def test_a_prompt_is_looked_at_before_and_after_and_another_one_chosen(tab, clie
     until(lambda: "2 of 2" in part.inner_text())
     page.reload()  # the address has it
     until(lambda: part.count() == 1 and "2 of 2" in part.inner_text())
-    part.get_by_label("Prompts of").select_option("train")
+    part.get_by_label("Prompts from").select_option("train")
     until(lambda: "Step 1" in part.locator(".side").first.inner_text())
 
 
 def test_a_finding_leads_to_its_page_without_a_network(tab, client):
     page = tab(client).open(f"/run/{client.id_of('one')}", ".finding")
     assert page.locator(".finding").nth(1).get_by_role("link").count() == 1  # that one has no page here
-    page.get_by_role("link", name="What it means and what helps").click()
+    page.get_by_role("link", name="What it means and how to fix it").click()
     page.locator("article h1", has_text="Completions are cut at the limit").wait_for()
     page.get_by_role("link", name="missing_stop_token").click()
     page.locator("article h1", has_text="do not stop").wait_for()
@@ -93,7 +93,7 @@ def test_help_closes_when_the_page_changes(tab, client):
     page = tab(client).open("/", "table.runs")
     page.keyboard.press("?")
     page.get_by_role("dialog").wait_for()
-    page.get_by_role("link", name="How to read these pages").click()
+    page.get_by_role("link", name="Guide to the web interface").click()
     page.locator("article").wait_for()
     assert page.get_by_role("dialog").count() == 0
 
@@ -101,12 +101,12 @@ def test_help_closes_when_the_page_changes(tab, client):
 def test_runs_that_died_are_marked_and_one_without_anything_is_shown(tab, client):
     page = tab(client).open("/", "table.runs")
     assert page.locator("tr.broken").count() == page.locator("table.runs tbody tr").count()
-    assert "Died without an error message" in page.locator("tr", has_text="nothing").inner_text()
+    assert "Crashed without an error message" in page.locator("tr", has_text="nothing").inner_text()
     page.get_by_role("link", name="nothing").click()
     page.wait_for_selector(".verdict")
     assert page.locator(".sample").count() == 0
     page.get_by_role("link", name="Rollouts").click()
-    page.wait_for_selector("text=No completions were recorded yet")
+    page.wait_for_selector("text=No completions recorded yet")
 
 
 def test_texts_of_the_model_are_inert_and_cut(tab, client):

@@ -103,9 +103,9 @@ def test_completions_are_filtered_sorted_and_searched(tab):
     page.get_by_label("Truncated").check()
     page.get_by_role("button", name="More filters").click()
     page.get_by_label("Tokens ≥").fill("7")
-    page.wait_for_selector("text=Nothing matches.")
+    page.wait_for_selector("text=No matches.")
     page.reload()  # the address has all of it
-    page.wait_for_selector("text=Nothing matches.")
+    page.wait_for_selector("text=No matches.")
     assert page.get_by_label("Tokens ≥").input_value() == "7" and page.get_by_label("Truncated").is_checked()
     page.get_by_role("button", name="Reset").click()
     until(lambda: status.inner_text() == "8 of 48 completions")
@@ -117,8 +117,8 @@ def test_completions_are_filtered_sorted_and_searched(tab):
 def test_a_group_spells_its_arithmetic_out(tab):
     page = tab().open("/run/{seed-1}/rollouts/3/train/0", ".members li")
     text = page.locator("aside.group").inner_text()
-    assert "mean = (1 + 0 + 0 + 0) / 4 = 0.25" in text and "deviation = 0.5" in text
-    assert "no simple formula" in text  # what was recorded is ±1, which none gives
+    assert "mean = (1 + 0 + 0 + 0) / 4 = 0.25" in text and "std = 0.5" in text
+    assert "No simple formula" in text  # what was recorded is ±1, which none gives
     assert page.locator(".members li.chosen").count() == 1 and page.locator(".members li").count() == 4
 
 
@@ -130,7 +130,7 @@ def test_the_arithmetic_of_a_real_run_is_its_algorithm_s(tab, server):
         return
     row = mixed[0]
     page = tab().open(f"/run/{{real}}/rollouts/{row['step']}/train/{row['place']}", ".members li")
-    assert "Advantage A = (reward − mean) / deviation" in page.locator("aside.group").inner_text()
+    assert "Advantage A = (reward − mean) / std" in page.locator("aside.group").inner_text()
 
 
 def test_tokens_of_a_real_run_are_its_tokenizer_s(tab, server):
@@ -147,10 +147,10 @@ def test_recorded_tokens_are_coloured_and_told(tab):
     second = page.locator(".members > li").nth(1)
     second.get_by_role("button", name="Tokens").click()
     page.wait_for_selector(".tokens.coloured span")
-    assert second.get_by_label("Colour by").input_value() == "ratio", "the first that differs between its tokens"
-    assert "The same for all tokens of this completion: advantage -1" in second.inner_text()
+    assert second.get_by_label("Color by").input_value() == "ratio", "the first that differs between its tokens"
+    assert "Same for all tokens of this completion: advantage -1" in second.inner_text()
     assert second.locator(".coloured [class*=minus]").count() == 2
-    second.get_by_label("Colour by").select_option("advantage")
+    second.get_by_label("Color by").select_option("advantage")
     until(lambda: second.locator(".coloured span.minus4").count() == 3)
     assert second.locator(".coloured span.clipped").count() == 1
     second.locator(".coloured").focus()
@@ -171,7 +171,7 @@ def test_recorded_tokens_are_coloured_and_told(tab):
 
 def test_one_prompt_through_the_run(tab):
     page = tab().open("/run/{seed-1}/rollouts/3/train/0", ".members li")
-    page.get_by_role("link", name="This prompt through the run: 6 step(s)").click()
+    page.get_by_role("link", name="This prompt over training: 6 step(s)").click()
     page.wait_for_selector(".history li")
     assert page.locator(".history > li").count() == 6
 
@@ -207,7 +207,7 @@ def test_everything_is_reached_by_tab_and_the_content_can_be_skipped_to(tab):
 
 def test_config_is_shown_with_what_differs_and_its_equation(tab):
     page = tab().open("/run/{real}/config", "pre.page")
-    page.wait_for_selector("text=Other than the defaults")
+    page.wait_for_selector("text=Non-default keys")
     assert page.locator("thead th").all_inner_texts() == ["Key", "Value", "Default"]
     assert page.locator("tr", has_text="rollout.completions_per_prompt").inner_text().split() == [
         "rollout.completions_per_prompt", "4", "8",
@@ -220,7 +220,7 @@ def test_a_config_of_another_version_is_shown_and_said(tab, project, server):
     try:
         until(lambda: any(run["name"] == "old" for run in server.get("/api/runs").json["runs"]))
         page = tab().open(f"/run/{server.id_of('old')}/config", "pre.page")
-        page.wait_for_selector("text=This version does not take this config")
+        page.wait_for_selector("text=This version of AtomRL does not accept this config")
         assert "unknown key 'nonsense'" in page.locator(".failure").inner_text()
     finally:
         shutil.rmtree(project / "runs" / "old")
@@ -230,9 +230,9 @@ def test_all_runs_that_are_shown_are_chosen_at_once(tab):
     page = tab().open("/", "table.runs")
     page.get_by_role("searchbox").fill("seed-")
     until(lambda: page.locator("table.runs tbody tr").count() == 2)
-    page.get_by_label("Choose all").check()
+    page.get_by_label("Select all").check()
     assert page.get_by_role("link", name="Compare 2 runs").is_visible()
-    page.get_by_label("Choose all").uncheck()
+    page.get_by_label("Select all").uncheck()
     assert page.get_by_role("link", name="Compare").count() == 0
 
 
@@ -254,15 +254,15 @@ def test_a_log_opens_at_its_end_and_goes_on_there(tab, tmp_path):
 def test_runs_are_compared(tab):
     page = tab().open("/", "table.runs")
     for name in ("seed-1", "seed-2", "sick"):
-        page.get_by_label(f"Choose {name}").check()
+        page.get_by_label(f"Select {name}").check()
     page.get_by_role("link", name="Compare 3 runs").click()
     page.wait_for_selector(".chart canvas")
-    keys = page.get_by_role("region", name="Where their configs differ")
+    keys = page.get_by_role("region", name="Config differences")
     assert keys.locator("thead").inner_text().split() == ["Key", "learning_rate=0.001", "×2", "sick"]
     rows = keys.locator("tbody tr").all_inner_texts()
     assert [row.split() for row in rows] == [["seed", "1,", "2", "0"], ["train.learning_rate", "0.001", "0.5"]]
     line = page.locator("tr.group")
-    assert line.count() == 1 and "mean [least, largest] over seeds 1, 2" in line.inner_text()
+    assert line.count() == 1 and "mean [min, max] over seeds 1, 2" in line.inner_text()
     assert "0.35 [0.35, 0.35]" in line.inner_text()  # the mean of six steps' rewards
     legend = page.locator(".legend").first
     assert "learning_rate=0.001 ×2" in legend.inner_text() and "0.6 [0.6, 0.6]" in legend.inner_text()
@@ -332,7 +332,7 @@ def test_a_run_is_launched_stopped_and_resumed(tab, project, server):
     area.fill("run_name: launched\ndata: {trian: x}\n")
     page.wait_for_selector("text=unknown key 'data.trian'")
     area.fill(json.dumps(config))
-    page.wait_for_selector("text=A valid config: rl, 3000 steps")
+    page.wait_for_selector("text=Valid config: rl, 3000 steps")
     page.get_by_role("button", name="Review and launch").click()
     page.wait_for_selector("dialog >> text=It fits", timeout=120_000)
     page.get_by_role("button", name="Launch", exact=True).click()
@@ -348,7 +348,7 @@ def test_a_run_is_launched_stopped_and_resumed(tab, project, server):
         run = server.id_of("launched")
         page = tab().open(f"/run/{run}", "text=Running: step")
         page.get_by_role("button", name="Stop after this step").click()
-        page.wait_for_selector("text=Stopped on request after step", timeout=120_000)
+        page.wait_for_selector("text=Stopped by request after step", timeout=120_000)
         page.get_by_role("link", name="Log").click()
         page.wait_for_selector("pre.log")
         until(lambda: "stopped early" in page.locator("pre.log").inner_text())
@@ -380,7 +380,7 @@ def test_server_browser_and_run_may_end_at_any_moment(browser, project):
         page.goto(f"{client.base}/#/run/{client.id_of('survivor')}")
         page.wait_for_selector("text=Running: step")
         os.kill(started["process"], signal.SIGKILL)
-        page.wait_for_selector("text=Died at step", timeout=60_000)
+        page.wait_for_selector("text=Crashed at step", timeout=60_000)
         page.context.close()
 
 
