@@ -49,8 +49,8 @@ def medium(folder: Path) -> str:
 
 def both(config: RunConfig, steps: int) -> dict[str, float]:
     """What is planned of a config, and what some steps of it really take."""
-    planned = forecast(config, prepare_run(config), ROOT / "configs")
-    real = measure(config, ROOT / "configs", {"train": {"steps": steps}})
+    planned = forecast(config, prepare_run(config))
+    real = measure(config, {"train": {"steps": steps}})
     return {
         "planned_mib": planned.measured.peak_bytes / 2**20,
         "real_mib": real.peak_bytes / 2**20,

@@ -42,8 +42,6 @@ def add_plan(parser: argparse.ArgumentParser) -> Run:
 
 def plan_run(arguments: argparse.Namespace) -> int:
     """Plan for this machine, or for a GPU by its name."""
-    if arguments.config and (saved := Path(arguments.config, "config.yaml")).is_file():
-        arguments.config = str(saved)  # a run's folder
     if arguments.gpu or arguments.fit:
         return run_on_gpu(arguments)
     from atomrl.cli.training import dry_run_sections, print_section
@@ -57,7 +55,6 @@ def plan_run(arguments: argparse.Namespace) -> int:
     if arguments.out:
         raise ValueError("--out needs --fit")
     config = load_config(arguments.config, arguments.overrides)
-    folder = Path(arguments.config).resolve().parent
     budget, place = budget_of(arguments.memory)
     if arguments.signal is not None and arguments.signal < 1:
         raise ValueError(f"--signal {arguments.signal}: must be at least 1")
@@ -86,11 +83,11 @@ def plan_run(arguments: argparse.Namespace) -> int:
     elif not arguments.probe:
         print("\nno estimate from shapes for a fresh model; --probe measures it")
     if arguments.probe and prepared is not None:
-        result = forecast(config, prepared, folder)
+        result = forecast(config, prepared)
         fits = fits and result.measured.peak_bytes <= budget  # `and`: small steps rarely have the longest rows
         print_forecast(result, budget, place)
     if arguments.signal is not None:
-        print("\nsignal:", *signal(config, folder, arguments.signal), sep="\n  ")
+        print("\nsignal:", *signal(config, arguments.signal), sep="\n  ")
     return 0 if fits else 1
 
 
@@ -122,17 +119,25 @@ def run_on_gpu(arguments: argparse.Namespace) -> int:
         print_helpful(plan)
         return 1
     chosen, smaller = solution
-    out = Path(
-        arguments.out or f"{Path(arguments.config).with_suffix('')}-{arguments.fit.replace(' ', '').lower()}.yaml"
-    )
-    write_fit(arguments, chosen, out)
+    file = Path(arguments.config)
+    if file.is_dir():
+        file /= "config.yaml"
+    out = Path(arguments.out or f"{file.with_suffix('')}-{arguments.fit.replace(' ', '').lower()}.yaml")
+    write_fit(file, arguments.overrides, chosen, f"{file} for {arguments.fit}", out)
     print("\nchanged, cheapest first:", *trade_lines(plan, chosen), sep="\n  ")
     print(f"\n{out}:", *describe(smaller, gpu), sep="\n")
     return 0
 
 
-def write_fit(arguments: argparse.Namespace, chosen: Sequence[Trade], out: Path) -> None:
+def write_fit(file: Path, overrides: Sequence[str], chosen: Sequence[Trade], title: str, out: Path) -> None:
     """Write the user's config with the changes; a comment at its top lists their costs.
+
+    Args:
+        file: the config.
+        overrides: of the command line.
+        chosen: the changes.
+        title: start of the comment.
+        out: file to write.
 
     Raises:
         ConfigError: the file exists.
@@ -142,8 +147,8 @@ def write_fit(arguments: argparse.Namespace, chosen: Sequence[Trade], out: Path)
     from atomrl.config import ConfigError, merge_trees, parse_overrides, read_tree
     from atomrl.trainer.planning import merged
 
-    tree = merge_trees(read_tree(arguments.config, parse_overrides(arguments.overrides)), merged(chosen))
-    head = [f"# {arguments.config} for {arguments.fit} (atomrl plan --fit). Changed:"]
+    tree = merge_trees(read_tree(file, parse_overrides(overrides)), merged(chosen))
+    head = [f"# {title} (atomrl plan --fit). Changed:"]
     head += [f"#   {trade}: {trade.price}" for trade in chosen]
     text = "\n".join(head) + "\n" + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
     try:

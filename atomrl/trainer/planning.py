@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -132,7 +131,7 @@ class Forecast:
         return sum(self.seconds.values())
 
 
-def forecast(config: RunConfig, run: PreparedRun, folder: Path | None) -> Forecast:
+def forecast(config: RunConfig, run: PreparedRun) -> Forecast:
     """Measure a few small steps and scale them to the steps of the run.
 
     A small step has as many rows as the engine decodes at once, or as one micro-batch holds.
@@ -140,11 +139,10 @@ def forecast(config: RunConfig, run: PreparedRun, folder: Path | None) -> Foreca
     Args:
         config: config of any kind of run.
         run: the same run after its checks, with its number of steps.
-        folder: folder of the config's file.
     """
     small, ratio = _small_step(config)
     changes = {**small, "train": {"steps": PROBE_STEPS, **small.get("train", {})}}
-    probe = measure(config, folder, changes, PROBE_SECONDS)
+    probe = measure(config, changes, PROBE_SECONDS)
     timings = {
         name.removeprefix("timing_s/"): probe.mean(name) for name in probe.steps[-1] if name.startswith("timing_s/")
     }
@@ -204,7 +202,7 @@ def _growth(config: RunConfig, probe: ProbeResult, tokens: float, longest: float
     return {"gen": limit / max(1.0, longest), **dict.fromkeys(BY_ROWS[1:], row)}
 
 
-def signal(config: RunConfig, folder: Path | None, prompts: int) -> Iterator[str]:
+def signal(config: RunConfig, prompts: int) -> Iterator[str]:
     """Sample and score completions of some prompts with the untrained model, and report how many groups have a signal.
 
     A group has a signal if the rewards of its completions differ.
@@ -219,7 +217,7 @@ def signal(config: RunConfig, folder: Path | None, prompts: int) -> Iterator[str
         "train": {"steps": 1, "rows_per_update": None},
         "algorithm": {"group_filter": "all"},
     }
-    probe = measure(config, folder, changes)
+    probe = measure(config, changes)
     if probe.random_weights:
         raise ConfigError("--signal: the model's weights are not on this machine")
     [row] = probe.steps

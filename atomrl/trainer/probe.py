@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atomrl.common.functions import search_in
+from atomrl.common.functions import search_in, searched
 from atomrl.config import ConfigError, RunConfig, build_config, merge_trees
 from atomrl.models.memory import process_memory
 
@@ -52,14 +52,11 @@ class _StopProbe(Exception):
     """Raised after the last step, before a checkpoint is written."""
 
 
-def measure(
-    config: RunConfig, folder: Path | None, changes: Mapping[str, Any], enough_s: float = float("inf")
-) -> ProbeResult:
+def measure(config: RunConfig, changes: Mapping[str, Any], enough_s: float = float("inf")) -> ProbeResult:
     """Run a config with some changes for `train.steps` steps, in a separate process.
 
     Args:
         config: config of any kind of run.
-        folder: folder of the config's file, in which the user's own functions are looked up; None: no file.
         changes: tree that is merged over the config's.
         enough_s: end earlier, but not before `FEWEST_STEPS`, once the steps after the first took so many seconds.
             A mean over steps of milliseconds needs many of them, one over steps of minutes few.
@@ -77,7 +74,7 @@ def measure(
         }
         tree = merge_trees(merge_trees(config.to_tree(secrets=True), no_output), changes)
         tree["train"]["total_epochs"] = None
-        request = {"config": tree, "folder": str(folder) if folder else None, "enough_s": enough_s}
+        request = {"config": tree, "folders": searched(), "enough_s": enough_s}
         Path(place, REQUEST).write_text(json.dumps(request), encoding="utf-8")
         # -P: a file in the current folder must not shadow a module
         command = [sys.executable, "-P", "-m", "atomrl.trainer.probe", place]
@@ -101,8 +98,8 @@ def main(place: Path) -> None:
     from atomrl.trainer import prepare_run
 
     request = json.loads((place / REQUEST).read_text(encoding="utf-8"))
-    if request["folder"]:
-        search_in(request["folder"])
+    for folder in request["folders"]:  # of the user's own functions
+        search_in(folder)
     config = build_config(request["config"])
     steps: list[dict[str, float]] = []
     end_times: list[float] = []

@@ -128,7 +128,7 @@ def test_a_probe_measures_and_leaves_nothing(folder, capsys):
 def test_a_small_step_is_scaled_to_the_real_one(folder):
     changes = ["rollout.prompts_per_step=6", "rollout.max_concurrent_completions=4", "train.tokens_per_micro_batch=64"]
     config = load_config("c.yaml", [*changes, "train.rows_per_update=6"])
-    estimate = forecast(config, prepare_run(config), folder)
+    estimate = forecast(config, prepare_run(config))
     assert estimate.measured.steps[-1]["train/rows"] == 4 and estimate.measured.steps[-1]["training/updates"] == 2
     assert config.rollout.prompts_per_step * config.rollout.completions_per_prompt == 3 * 4
     once = estimate.measured.mean("timing_s/update_actor")
@@ -148,7 +148,7 @@ def test_it_says_whether_evaluations_are_counted(capsys, evaluations, said):
 @pytest.mark.parametrize(("enough_s", "steps"), [(0.0, 3), (1000.0, 5)])
 def test_a_probe_ends_by_the_clock_or_its_steps(folder, enough_s, steps):
     """A mean over two steps of milliseconds is unreliable: on such a machine they differ by half."""
-    assert len(measure(load_config("c.yaml"), folder, {"train": {"steps": 5}}, enough_s).steps) == steps
+    assert len(measure(load_config("c.yaml"), {"train": {"steps": 5}}, enough_s).steps) == steps
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_without_weights_random_ones_are_measured(folder, capsys):
         if file.suffix != ".safetensors":
             (shapes / file.name).write_bytes(file.read_bytes())
     config = load_config("c.yaml", ["model.path=shape"])
-    measured = measure(config, folder, {"train": {"steps": 1}})
+    measured = measure(config, {"train": {"steps": 1}})
     assert measured.random_weights and len(measured.steps) == 1 and measured.peak_bytes > 2**20
     assert main(["plan", "c.yaml", "model.path=shape", "--signal", "2"]) == 2
     assert "weights are not on this machine" in capsys.readouterr().err
@@ -169,4 +169,4 @@ def test_without_weights_random_ones_are_measured(folder, capsys):
 @pytest.mark.slow
 def test_a_probe_that_fails_says_why(folder):
     with pytest.raises(ConfigError, match=r"probe failed:(.|\n)*none\.jsonl"):
-        measure(load_config("c.yaml"), folder, {"data": {"train": "none.jsonl"}})
+        measure(load_config("c.yaml"), {"data": {"train": "none.jsonl"}})

@@ -154,6 +154,12 @@ def test_the_config_that_fits_is_written_once(tmp_path, capsys):
     assert main(["plan", str(out), "--fit", "8GiB"]) == 0 and "fits unchanged" in capsys.readouterr().out
 
 
+def test_the_config_of_a_run_is_read_from_its_folder(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_bytes(CONFIG.read_bytes())
+    assert main(["plan", str(tmp_path), "--fit", "8GiB"]) == 0
+    assert plan_on(load_config(tmp_path / "config-8gib.yaml"), gpu_of("8GiB")).fits
+
+
 @pytest.mark.parametrize("path", BY_CARD, ids=lambda path: path.stem)
 def test_configs_by_card_fit_their_card(path):
     """`NAME-24gb.yaml` fits 24 GiB."""
