@@ -214,6 +214,8 @@ def load_role(
     common["trust_remote_code"] = config.trust_remote_code
     if name == "reward_model" and config.lora is not None:
         raise ConfigError("model.lora: reward models are trained without adapters; leave it out")
+    # Critics and reward models have a scalar head. A reward model is saved with the padding token that its readers need
+    # to find the last token.
     if name in ("critic", "reward_model"):
         model: Any = load_scalar(path, **common)
         if name == "reward_model":

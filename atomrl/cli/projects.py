@@ -296,6 +296,7 @@ def adapt_to_hardware(imported: Imported, gpus: int, memory: str | None) -> Impo
     if memory is None:
         note = f"{hardware} in the script, {gpus} here: the same batches and numbers; --memory SIZE plans what fits"
         return replace(imported, tree=tree, config=config, hardware=note)
+    # Plan for the new GPUs, and the script's own number of them for comparison.
     gpu = gpu_of(f"{gpus}x{memory}")
     plan = plan_on(config, gpu)
     theirs = plan_on(build_config({**tree, "backend": {"type": "fsdp"}}), replace(gpu, count=imported.gpus))

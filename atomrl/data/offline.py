@@ -259,6 +259,7 @@ def _pair(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -
             raise DataError(f"field {name!r} " + ("is missing or empty" if not value else "is neither text nor a list"))
     if isinstance(sides[0], str) != isinstance(sides[1], str):
         raise DataError(f"of {names[0]!r} and {names[1]!r} one is text, the other a list of messages")
+    # With a prompt of their own, both sides are answers; without one, the prompt is what both conversations share.
     no_prompt = all(isinstance(side, str) or _begins_with_answer(side) for side in sides)
     prompt = _pair_prompt(row, prompt_field, names[0], no_prompt)
     if isinstance(prompt, tuple) or (prompt is not None and no_prompt):
@@ -537,6 +538,8 @@ class TokenizedSamples:
         self._max_row_tokens = min((size for size in (limit, max_row_tokens) if size is not None), default=None)
         self._encoded: dict[str, list[Example]] = {}
         self.problems: list[Problem] = []
+        # Tokenize once, in chunks, and sort out what cannot be trained on. Reasons are counted here and reported
+        # together below, so that one message names all problems.
         over, longest, no_prompt, total = 0, (0, ""), 0, len(report.problems)
         errors: list[str] = []
         unusable, cut = dict[str, list[str]](), 0
@@ -557,6 +560,7 @@ class TokenizedSamples:
                 else:
                     cut += max_row_tokens is not None and size > max_row_tokens
                     self.problems.append(problem)
+                    # A generator draws new completions in every epoch, so only those of a file are kept.
                     if self._draw is None:
                         self._encoded[problem.problem_id] = group
             if errors and processor.config.on_bad_row == "error":
@@ -564,6 +568,7 @@ class TokenizedSamples:
                     f"{report.source}: {len(errors)} rows have problems (data.on_bad_row=skip drops them):\n"
                     + error_list(errors)
                 )
+        # Report what was left out; `_warn_left_out` raises if nothing is left.
         for note, place in self._writer.notes.items():
             log.warning("%s: %s", place, note)
         if errors:

@@ -294,6 +294,7 @@ class KernelKVCache(KVCache):
         """See `KVCache.decode`."""
         spec, dtype = self.model.spec, self.model.dtype
         out = torch.empty(len(tokens), spec.heads * spec.head_dim, dtype=dtype)
+        # The kernel takes a struct of pointers; `indices` keeps its tensors alive until the last call.
         indices = [row.contiguous() for row in (rows.slots, rows.groups, rows.prompt_lengths, rows.lengths)]
         args = KernelArgs(
             out=out.data_ptr(),

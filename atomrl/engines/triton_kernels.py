@@ -53,6 +53,7 @@ def rotate_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     PAGE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
+    # One program per row and head of the fused q, k, v projection. `place` counts completion tokens, `position` all.
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots + row)
@@ -63,6 +64,8 @@ def rotate_kernel(
     source = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * SIZE
     first = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + HALF + at, mask=inside, other=0.0).to(tl.float32)
+    # Queries and keys: norm over the head (Qwen 3), then rotation of its two halves. Values pass unchanged. A masked
+    # load gives 0, so the sum of the two weights is the one of this head.
     if head < HEADS + KV_HEADS:
         if NORM:
             scale = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / SIZE + eps)
@@ -75,6 +78,7 @@ def rotate_kernel(
         cos = tl.load(cosine + position * HALF + at, mask=inside, other=0.0)
         sin = tl.load(sine + position * HALF + at, mask=inside, other=0.0)
         first, second = first * cos - second * sin, second * cos + first * sin
+    # Queries go back in place; keys and values to the page of this token. Padded rows have slot -1.
     kind = qkv.dtype.element_ty
     if head < HEADS:
         tl.store(source + at, first.to(kind), mask=inside)
@@ -104,6 +108,7 @@ def _attend_part(
     `rows` [QUERIES] are the heads' rows, where `valid`. Writes unnormalized sums of values [rows, heads, parts, SIZE],
     and the maximum score and sum of weights [rows, heads, parts, 2], base 2.
     """
+    # Bounds of this part: whole blocks of KEYS, except the last.
     ratio: tl.constexpr = HEADS // KV_HEADS
     head = kv_head * ratio + tl.arange(0, QUERIES) % ratio
     share = tl.cdiv(tl.cdiv(length, splits), KEYS) * KEYS
@@ -114,6 +119,7 @@ def _attend_part(
     inside = at < SIZE
     from_query = (rows * (HEADS + 2 * KV_HEADS) + head) * SIZE
     q = tl.load(qkv + from_query[:, None] + at[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
+    # Online softmax (FlashAttention): whenever the maximum rises, the sums so far are scaled down.
     peak = tl.full((QUERIES,), float("-inf"), tl.float32)
     weight = tl.zeros((QUERIES,), tl.float32)
     total = tl.zeros((QUERIES, SIZE_BLOCK), tl.float32)
@@ -133,6 +139,7 @@ def _attend_part(
         total = total * fade[:, None] + tl.dot(shares.to(v.dtype), v, input_precision="ieee")
         weight = weight * fade + tl.sum(shares, 1)
         peak = higher
+    # A part without keys writes no sums; its maximum of -inf excludes it in `merge_kernel`.
     target = (rows * HEADS + head) * parts + part
     mask = valid[:, None] & inside[None, :] & (end > begin)
     tl.store(sums + target[:, None] * SIZE + at[None, :], total, mask=mask)

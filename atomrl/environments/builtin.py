@@ -227,6 +227,7 @@ def retrieve(url: str, query: str, topk: int, timeout_s: float) -> list[str]:
     """
     body = json.dumps({"queries": [query], "topk": topk, "return_scores": True}).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    # The timeout of `urlopen` is per read: a server that sends a byte now and then would never reach it.
     content, end = bytearray(), time.monotonic() + timeout_s
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:

@@ -248,6 +248,7 @@ def find_environment(name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
             f"function: {name!r} is not an environment: a generator function f(problem, ...) that yields "
             "replies, an async function f(problem, say, ...), or a class with reset(problem) and step(text)"
         )
+    # Bind the arguments as an episode will pass them, so that a wrong name fails before the run.
     positional = [] if _is_class(function) else [None] * (2 if is_async else 1)
     signature = inspect.signature(function)
     try:

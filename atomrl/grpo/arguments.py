@@ -257,6 +257,7 @@ class TRLConfig:
         values = dict(self._values)
         if values.get("push_to_hub"):
             raise ConfigError(f"{self._called}.push_to_hub: not supported; call trainer.model.push_to_hub(...)")
+        # The importer of TRL scripts translates; a model is required there, so it gets a placeholder.
         t = Translation("TRL", values | {"model": "-"}, self._defaults)
         trl_shared.translate_shared(t, Path(self.kind))
         TRAINERS[self.kind].translate(t, int(os.environ.get("WORLD_SIZE", "1")))
@@ -270,6 +271,7 @@ class TRLConfig:
                     raise ConfigError(f"{self._called} has no argument {name!r}: it is an argument of {trainer}")
                 nearest = did_you_mean(name, sorted(self._known))
                 raise ConfigError(f"{self._called} has no argument {name!r}; {nearest}")
+        # Drop what the trainer's own arguments set, and follow this machine where the script does not choose.
         tree = {key: value for key, value in t.tree.items() if key not in ("run_name", "reward")}
         tree["data"] = {key: value for key, value in tree["data"].items() if key not in ("train", "answer_field")}
         tree["model"] = {key: value for key, value in tree["model"].items() if key != "path"}

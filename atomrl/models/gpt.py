@@ -509,6 +509,8 @@ def new_gpt(
         **({} if head_dim is None else {"head_dim": head_dim}),
     )
     model = GPT(config)
+    # Layers that write to the residual stream start smaller, as in GPT-2, so that its variance does not grow with
+    # depth.
     generator, std = torch.Generator().manual_seed(seed), hidden**-0.5
     with torch.no_grad():
         for name, parameter in model.named_parameters():

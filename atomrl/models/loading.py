@@ -176,6 +176,7 @@ def load_policy(
     """
     from transformers import GenerationConfig
 
+    # Trained weights are float32 and rounded in each forward pass; frozen ones are stored in that dtype.
     config = model_config_only(path, trust_remote_code)
     check_causal(config, path)
     compute = compute_dtype(dtype, device)
@@ -195,6 +196,7 @@ def load_policy(
         inner.config.use_cache = False
         policy = HFModel(inner, rounded)
         policy.check()
+    # Quantize layer by layer before the move, so that the GPU never holds all full weights.
     if quantization is not None:
         quantize(getattr(policy, "inner", policy), policy.head_weight, quantization, torch.device(device))
     policy.to(device)

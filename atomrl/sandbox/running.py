@@ -95,6 +95,7 @@ def collect(box: Box, limits: Limits) -> Result:
     began = time.monotonic()
     streams = {stream: bytearray() for stream in (box.process.stdout, box.process.stderr) if stream is not None}
     ended: Ended = "exit"
+    # Read both streams as they come, so that a full pipe never blocks the program, until all are closed.
     with selectors.DefaultSelector() as selector:
         for stream, buffer in streams.items():
             selector.register(stream, selectors.EVENT_READ, buffer)
@@ -112,6 +113,7 @@ def collect(box: Box, limits: Limits) -> Result:
                 key.data.extend(data)
                 if len(key.data) > limits.output_bytes and key.fileobj is not box.status:
                     ended = "output"
+    # Closed streams do not mean that the program has ended: it may run on without output.
     if ended == "exit":
         try:
             box.process.wait(max(0.01, began + limits.wall_s - time.monotonic()))

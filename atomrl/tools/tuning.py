@@ -434,6 +434,7 @@ def _finals(
         ]
         text = ", ".join("failed" if value is None else f"{value:.4f}" for value in finals[name])
         log(f"final {name}: {text}")
+    # The winner has the highest mean; it is better only if the interval of the paired differences excludes 0.
     complete = {name: scores for name, scores in finals.items() if None not in scores and name != "as_it_is"}
     winner = max(complete, key=lambda name: statistics.fmean(v or 0.0 for v in complete[name]), default=None)
     result: dict[str, Any] = {"seeds": seeds, "finals": finals, "metric": settings.metric, "winner": winner}

@@ -34,6 +34,7 @@ def cluster_roles(config: RunConfig, algorithm: Algorithm) -> list[ClusterRole]:
         raise ConfigError("cluster: ray is not installed: pip install 'atomrl[ray]'")
     resources, has_rollouts, lora = cluster.resources, config.kind == "rl", config.model.lora is not None
     rewards = [*config.reward.functions, *config.reward.by_data_source.values()] if has_rollouts else []
+    # Role -> why this run cannot place it in an actor of its own; None if it can.
     reasons: dict[ClusterRole, str | None] = {
         "reference": None if "ref_logprobs" in algorithm.needs else "has no reference",
         "critic": None if "values" in algorithm.needs else "has no critic",
@@ -50,6 +51,7 @@ def cluster_roles(config: RunConfig, algorithm: Algorithm) -> list[ClusterRole]:
     for role in roles:
         if reasons[role]:
             raise ConfigError(f"cluster.resources.{role}: this run ({algorithm.name}) {reasons[role]}; remove it")
+    # The trainer has one if `in_actors`, the engines always.
     remote = in_actors(config)
     if not remote and set(roles) - {"reward"}:
         raise ConfigError(f"cluster.resources.{roles[0]}: needs cluster.resources.trainer too")

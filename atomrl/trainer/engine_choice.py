@@ -191,6 +191,7 @@ def engine_share(
     if capacity is None:
         share = round(0.5 / engines, 2)
         return share, "half of a GPU not visible to this process, shared by the engines"
+    # On-policy, the trainer holds only what stays resident during rollouts; asynchronously, its peak.
     trainer_parts = role_parts("trainer", parts, wanted or {})
     trainer = at_once(trainer_parts) if config.asynchronous is not None else resident_bytes(trainer_parts)
     room = (capacity - CONTEXT_GIB * GIB) * USABLE - trainer
@@ -198,6 +199,7 @@ def engine_share(
     assert path is not None, "a run with rollouts has a model.path"
     sampling = sampling_bytes(config, int(model_config_only(path, config.model.trust_remote_code).vocab_size))
     need = ENGINE_OVERHEAD + 1.1 * sum(parts[part] for part in ENGINE_PARTS) + sampling
+    # Rounded down, and never more than the engine can use.
     share = int(100 * min(room / engines, need) / capacity) / 100
     reason = (
         f"{trainer / GIB:.1f} GiB of {capacity / GIB:.1f} are used by the trainer, the engine can use {need / GIB:.1f}"

@@ -121,9 +121,11 @@ def evaluate(
     if response_prefix:
         forced = tuple(tokenizer.encode(response_prefix, add_special_tokens=False))
         prompts = [replace(prompt, token_ids=prompt.token_ids + forced) for prompt in prompts]
+    # Sample and score; with a prefix, the completion that is scored includes it.
     completions = generate(engine, prompts, sampling)
     scored = rewards([replace(item, text=response_prefix + item.text) for item in completions])
     right = not graded and says_right(first_values(scored))
+    # Grade each completion, and compute the figures over all problems and per data source.
     groups = [
         [judged(row, tokenizer, right) for row in rollout_rows(0, group, {})] for group in by_group(scored).values()
     ]

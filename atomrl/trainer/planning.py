@@ -561,6 +561,8 @@ def trades(config: RunConfig, gpus: int) -> Iterator[Trade]:
     model, rollout, train = config.model, config.rollout, config.train
     if config.backend is None and gpus > 1:
         yield Trade({"backend": {"type": "fsdp", "ranks": gpus}}, "shards over all GPUs; not slower")
+    # Speed only: smaller batches, down to sizes that cost little, then recomputation, then smaller ones still.
+    # A micro-batch holds at least one whole row.
     has_rollouts = config.kind == "rl"
     at_once = min(rollout.concurrent_completions, rollout.prompts_per_step * rollout.completions_per_prompt)
     row = config.data.max_prompt_tokens + rollout.max_completion_tokens if has_rollouts else 1
@@ -578,6 +580,7 @@ def trades(config: RunConfig, gpus: int) -> Iterator[Trade]:
     while tokens > max(row, 512):
         tokens = max(row, 512, tokens // 2)
         yield Trade({"train": {"tokens_per_micro_batch": tokens}}, "smaller micro-batches: the same gradients, slower")
+    # Changes of what is trained: moments, adapters, the base.
     if train.optimizer == "adamw" and config.backend is None:
         price = "Adam's moments in 8 bits (pip install 'atomrl[quant]')"
         yield Trade({"train": {"optimizer": "adamw8bit"}}, price, "bits")
@@ -589,6 +592,7 @@ def trades(config: RunConfig, gpus: int) -> Iterator[Trade]:
     if model.quantization is None:
         price = "the frozen base in 4 bits: a little noise (pip install 'atomrl[quant]')"
         yield Trade({"model": {"quantization": "nf4"}}, price, "bits")
+    # Last: very slow rollouts, and shorter completions, which change the task.
     while has_rollouts and at_once > FEWEST_AT_ONCE:
         at_once = max(FEWEST_AT_ONCE, at_once - 8)
         yield Trade(

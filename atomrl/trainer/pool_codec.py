@@ -105,6 +105,8 @@ def encode(group: Sequence[Trajectory]) -> Encoded:
         t.prompt_id != first.prompt_id or (t.problem is not first.problem and t.problem != first.problem) for t in group
     ):
         raise ValueError("a group has at least one trajectory, and all are of one prompt")
+    # All tokens and numbers of the group are concatenated into four arrays; `segments` has the lengths to split them.
+    # The prompt, which all completions share, is stored once, and PROMPT stands for it.
     prompt = first.segments[0].token_ids
     tokens, logprobs, counts, candidates = [*prompt], list[float](), list[int](), list[int]()
     segments: list[list[Any]] = []
@@ -126,6 +128,7 @@ def encode(group: Sequence[Trajectory]) -> Encoded:
             rows.append((part.origin, len(part.token_ids), part.logprobs is not None, part.policy_version, id_count))
         segments.append(rows)
         ends.append(len(tokens))
+    # Everything else is JSON. The payload is: sizes, JSON, arrays.
     header = {name: [getattr(item, name) for item in group] for name in COLUMNS} | {
         "prompt_id": first.prompt_id,
         "opening": first.opening,
@@ -141,6 +144,7 @@ def encode(group: Sequence[Trajectory]) -> Encoded:
     text = TO_JSON(header).encode()
     numbers = (len(tokens), len(logprobs), len(counts), len(candidates))
     arrays = _arrays(*numbers).pack(*tokens, *logprobs, *counts, *candidates)
+    # With the ends of the completions: the same tokens, split otherwise, are another group.
     digest = hashlib.blake2b(struct.pack(f"<{len(ends)}i", *ends), digest_size=16)
     digest.update(arrays[: 4 * len(tokens)])
     return Encoded(SIZES.pack(len(text), *numbers) + text + arrays, digest.digest())

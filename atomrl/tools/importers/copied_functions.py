@@ -101,6 +101,7 @@ class CopiedFunctions:
                 f"{self.script.place(name)}: {name.id} is not defined in the script; define it in the copy"
             )
             return
+        # Each statement is copied once; an import line once per name.
         statement = binding.statement
         if id(statement) in self._seen and not isinstance(statement, ast.Import | ast.ImportFrom):
             return
@@ -108,6 +109,7 @@ class CopiedFunctions:
         if isinstance(statement, ast.Import | ast.ImportFrom):
             self._imports[_import_of(statement, name.id)] = None
             return
+        # The value is only known when the script runs.
         if isinstance(statement, ast.arg) or (
             binding.value is None
             and not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign)
@@ -125,6 +127,7 @@ class CopiedFunctions:
                 f"{self.script.place(statement)}: `{self._source(statement).splitlines()[0]}` was copied with the "
                 "rewards; it runs when a run loads them, in each of their processes"
             )
+        # What it reads is copied before it. The position keeps the order of the script.
         self._copy_needs(statement)
         self._statements[(getattr(statement, "lineno", 0), getattr(statement, "col_offset", 0))] = self._source(
             statement

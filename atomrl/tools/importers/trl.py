@@ -120,6 +120,8 @@ def _grpo_batches(t: Translation, processes: int) -> None:
     """Convert TRL's batches per process and optimizer steps to prompts, completions and steps."""
     each, accumulated = t.count("per_device_train_batch_size"), t.count("gradient_accumulation_steps")
     n, iterations = t.count("num_generations"), t.count("num_iterations")
+    # TRL counts completions: those of a generation serve one or more optimizer steps. Here a step has prompts, and
+    # `rows_per_update` splits it.
     per_update = each * processes * accumulated
     generated = t("generation_batch_size")
     if generated is None:
@@ -335,6 +337,7 @@ def _losses(t: Translation) -> None:
     likelihood = named.pop("sft", 0.0) + (t.number("rpo_alpha") if t("rpo_alpha") is not None else 0.0)
     divergence = str(t("f_divergence_type")).rpartition(".")[2].lower()
     beta, smoothing = t.number("beta"), t.number("label_smoothing")
+    # Combinations that one objective, with one score per run, cannot express.
     if not named:
         raise t.refuse("loss_type", loss_type, "only the likelihood is SFT (the section `sft`)")
     if named.keys() & PER_TOKEN and named.keys() - PER_TOKEN:

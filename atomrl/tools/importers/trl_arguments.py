@@ -160,6 +160,7 @@ def translate_objective(t: Translation) -> None:
         else {"type": level, "length_normalised": True, "clamp": None},
         "importance_sampling_level",
     )
+    # Clip: TRL reads epsilon_high as the bound of the ratio for CISPO, and as its distance from 1 otherwise.
     low = t.number("epsilon")
     high = low if t("epsilon_high") is None else t.number("epsilon_high")
     names = ["loss_type", "epsilon", "epsilon_high", "delta"]
@@ -179,6 +180,7 @@ def translate_objective(t: Translation) -> None:
         clip = {"type": "ppo", "low": low, "high": high, "dual": delta}
     t.name_of(["sapo_temperature_pos", "sapo_temperature_neg"])
     t.put("algorithm.clip", clip, *names)
+    # Aggregation and KL.
     length = {"length": t.integer("max_completion_length")} if kind == "constant_length" else {}
     t.put("algorithm.loss_agg", {"type": kind, **length}, "loss_type")
     if loss == "bnpo":
@@ -338,6 +340,7 @@ def put_rewards(t: Translation, script: ScriptArguments, out: Path) -> None:
             f"reward_weights={weights} do not match the number of rewards in the script: each has the weight 1"
         )
         weights = [1.0] * len(script.rewards)
+    # One item of `reward.functions` per reward of the script.
     rows = script.train or Rows()
     functions, own = [], f"./{out.stem}_rewards.py"
     needs: list[str] = []
@@ -359,6 +362,7 @@ def put_rewards(t: Translation, script: ScriptArguments, out: Path) -> None:
     if not functions:
         t.approximate("the script has no reward function; reward.functions is strict_math")
         return
+    # The file of the copied functions, and of wrappers that TRL's own rewards need.
     text = ""
     if script.copies is not None:
         text = script.copies.text(rows.system or "" if rows.conversational else None, _renamed(rows))

@@ -88,6 +88,8 @@ def _policy_loss(t: Translation) -> None:
             f"{A}clip_ratio={t(A + 'clip_ratio')}: verl reads clip_ratio_low and clip_ratio_high, by default 0.2"
         )
     t.name_of([A + "clip_ratio"])
+    # Each loss mode of verl is a pair of ratio and clip. The numbers 20 and 10 are clamps in its code, which no key
+    # sets.
     low, high, c = (t.number(A + f"clip_ratio_{name}") for name in ("low", "high", "c"))
     cov = A + "policy_loss."
     token: dict[str, Any] = {"type": "token", "clamp": 20.0}
@@ -117,6 +119,7 @@ def _policy_loss(t: Translation) -> None:
         A + "tau_pos",
         A + "tau_neg",
     )
+    # Two modes select tokens by covariance, in addition.
     if mode == "clip_cov":
         tokens = {key: t.number(cov + f"clip_cov_{name}") for key, name in COV.items()}
         t.put(
@@ -640,6 +643,7 @@ def _reward(t: Translation) -> None:
             key.rpartition(".")[2]: t(key) for key in t.settings if ".reward_kwargs." in key and "custom_reward" in key
         }
         functions.append({"function": f"{path}:{name}", **({"args": args} if args else {})})
+    # A reward model is added to a custom function.
     model = t("reward.reward_model.model_path", "reward_model.model.path")
     if t.flag("reward_model.enable", "reward.reward_model.enable") and model:
         functions.append({"function": "reward_model", "args": {"path": str(model)}})
@@ -652,6 +656,7 @@ def _reward(t: Translation) -> None:
             "reward.reward_model.model_path",
         )
     else:
+        # Without either, verl selects its own graders by data source; ours differ in details.
         math = "math" in str(t("data.train_files")).lower()
         t.put(
             "reward.by_data_source",

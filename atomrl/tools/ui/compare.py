@@ -73,6 +73,7 @@ def combine(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     groups: dict[str, list[int]] = {}
     for place, one in enumerate(parts):
         groups.setdefault(one["card"]["group"], []).append(place)
+    # Config keys: with different values, or in some configs only (of other versions).
     members = list(groups.values())
     keys = dict.fromkeys(key for one in parts for key in one["config"] if key not in WHERE)
     differing, partial = {}, {}
@@ -82,6 +83,7 @@ def combine(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
             differing[key] = [one["config"].get(key) for one in parts]
         elif len(values) < len(parts):
             partial[key] = [one["config"].get(key) for one in parts]
+    # Curves; constant and identical ones (compared by their bytes) are reported as such.
     metrics = dict.fromkeys(metric for one in parts for metric in one["curves"])
     curves = {metric: [one["curves"].get(metric) for one in parts] for metric in metrics}
     figures = columns([one["judged"] for one in parts])

@@ -532,6 +532,7 @@ def before_after(index: RolloutIndex, query: Mapping[str, str]) -> dict[str, Any
     """
     if query.get("split", SPLITS[0]) not in SPLITS or query.get("change", CHANGES[0]) not in CHANGES:
         raise BadQuestion(f"split must be one of {', '.join(SPLITS)}, change one of {', '.join(CHANGES)}")
+    # Prompts that occur in two or more steps, per split; the evaluation first.
     tables = {split: table for split in reversed(SPLITS) if len((table := _repeated(index, split))["prompt"])}
     split = query.get("split") or next(iter(tables), None)
     if split not in tables:
@@ -542,6 +543,7 @@ def before_after(index: RolloutIndex, query: Mapping[str, str]) -> dict[str, Any
     selected = np.flatnonzero(masks[query["change"]]) if query.get("change") else np.arange(len(change))
     names = [index.prompt_of(int(number)) for number in table["number"][selected]]
     at = names.index(query["prompt"]) if query.get("prompt") in names else 0
+    # The prompt that is shown, with its completions at both steps.
     page = None
     if len(selected):
         place = int(selected[at])

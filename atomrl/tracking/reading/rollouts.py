@@ -94,6 +94,7 @@ def read_tokens(path: Path) -> TokenTable | None:
     except OSError as error:
         raise ReadError(f"{path} cannot be read: {error.strerror}") from None
     try:
+        # safetensors: the size of a JSON header, the header, the arrays. `load` does not return the metadata.
         size = int.from_bytes(data[:8], "little")
         metadata = json.loads(data[8 : 8 + size])["__metadata__"]
         arrays = load(data)
@@ -107,6 +108,7 @@ def read_tokens(path: Path) -> TokenTable | None:
         )
         if missing := sorted((ROWS - table.rows.keys()) | (COLUMNS - table.tokens.keys())):
             raise ValueError(f"missing: {', '.join(missing)}")
+        # A file of another version may be readable and still have columns that do not match.
         total = table.span(len(table) - 1).stop
         if any(len(column) != total for column in table.tokens.values()):
             raise ValueError("columns of different length")
