@@ -1,4 +1,4 @@
-// The frame around the pages.
+// The frame of all pages: header, navigation, help.
 import { html, render, useState, useEffect, useLayoutEffect, useRef, useLive, useKept, useKeys, connection, place } from "./lib.js";
 import { t, languages, setLanguage } from "./i18n.js";
 import { Runs } from "./runs.js";
@@ -57,7 +57,7 @@ function App() {
   const [trouble, setTrouble] = useState("");
   const [help, setHelp] = useState(false);
   setLanguage(language);
-  useEffect(() => setHelp(false), [at.path.slice(0, 3).join("/")]); // it speaks of the page that was left
+  useEffect(() => setHelp(false), [at.path.slice(0, 3).join("/")]); // the help is about the previous page
   useLive(() => setTrouble(connection.trouble));
   useKeys({ "?": () => setHelp(!help), g: () => (location.hash = "#/") });
   useEffect(() => {
@@ -86,7 +86,7 @@ function App() {
     ${help && html`<${Help} close=${() => setHelp(false)} />`}`;
 }
 
-// uPlot is a plain script; module scripts run after it.
+// uPlot is a classic script; module scripts run after it.
 document.getElementById("app").replaceChildren();
 render(html`<${App} />`, document.getElementById("app"));
 nameCells(document.getElementById("app"));

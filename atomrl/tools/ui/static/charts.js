@@ -1,4 +1,4 @@
-// The charts of a run, and how they are looked at, which the address has: ?x=tokens&smooth=0.6&find=kl&log=loss&from=10&to=90&chart=loss
+// The charts of a run. The address contains their settings: ?x=tokens&smooth=0.6&find=kl&log=loss&from=10&to=90&chart=loss
 import { html, useState, useEffect, useMemo, useRef, link, place, visible, plainText, Failure, Loading, number } from "./lib.js";
 import { t } from "./i18n.js";
 import { Chart } from "./plot.js";
@@ -9,7 +9,7 @@ const FINE = 1500;
 const MOST_SMOOTH = 0.99;
 export const AXES = ["step", "time", "tokens"];
 
-/** How a page that was opened without saying so is looked at: as the one before. */
+/** Default settings of a page: those of the previous one. */
 let remembered = {};
 
 function viewNow(kept) {
@@ -24,7 +24,7 @@ function viewNow(kept) {
 }
 
 /**
- * How charts are looked at, as the address says it, and what changes it. `tools`: there is something to change it with.
+ * The settings of the charts, read from the address, and a function that changes them. `tools`: the page has controls.
  * @returns {[ReturnType<typeof viewNow>, (changes: Partial<ReturnType<typeof viewNow>>) => void]}
  */
 export function useView(tools) {
@@ -41,7 +41,7 @@ export function useView(tools) {
     clearTimeout(timer.current);
     timer.current = setTimeout(() => {
       const { path, query } = place();
-      if (path.slice(0, 3).join("/") !== page) return; // another page by now
+      if (path.slice(0, 3).join("/") !== page) return; // the user has left the page
       const said = {
         x: view.x !== "step" && view.x, smooth: view.smooth > 0 && String(view.smooth), find: view.find,
         from: view.range[0] > WHOLE[0] && String(view.range[0]), to: view.range[1] < WHOLE[1] && String(view.range[1]), chart: view.chart, all: view.all && "1",
@@ -51,7 +51,7 @@ export function useView(tools) {
       view.log.forEach((id) => query.append("log", id));
       const next = link(path, query);
       if (next !== location.hash) history.replaceState(history.state, "", next);
-    }, 150); // browsers refuse many changes a second
+    }, 150); // browsers limit how often the address may change
   }, [view]);
   useEffect(() => () => clearTimeout(timer.current), []);
   return [view, (changes) => setView((old) => ({ ...old, ...changes }))];
@@ -72,7 +72,7 @@ export function Tools({ view, change, clocks, find = true, children = null }) {
   </div>`;
 }
 
-/** A chart that fills the window. */
+/** A chart enlarged to the window. */
 export function Large({ title, close, children }) {
   const box = useRef(null);
   const [height, setHeight] = useState(innerHeight);
@@ -94,7 +94,7 @@ export function Large({ title, close, children }) {
     ${children(Math.max(200, height - 210))}</dialog>`;
 }
 
-/** Metrics that never change, as numbers instead of charts. */
+/** Constant metrics, as numbers instead of charts. */
 export function Flat({ metrics, open }) {
   if (!metrics.length) return null;
   return html`<details class="flat" open=${open}><summary>${t("flat_metrics", { n: metrics.length })}</summary>
@@ -113,7 +113,7 @@ function seriesOf(curves, panel, axis) {
       const label = [said[i], ...also.map((one) => otherName(name, one))].join(" = ");
       const own = { name: `${name} ${dots}`, label: plainText(dots && curves.train.columns.has(name) ? t("held_out_of", { name: label }) : label), about: [name, ...also].join(" = "), first: table.axis.first, last: table.axis.last, dots };
       const band = table.per > 1 ? { low: column.low, high: column.high } : {};
-      // Evaluations are rows of their own: one that lacks a metric is no gap in it.
+      // Evaluations have their own rows. A missing value in them is not a gap in the curve.
       const there = (_, k) => !dots || column.mean[k] !== null;
       found.push(dots ? { ...own, x: xs.filter(there), y: column.mean.filter(there), first: own.first.filter(there), last: own.last.filter(there) } : { ...own, x: xs, y: column.mean, ...band });
     }
@@ -121,14 +121,14 @@ function seriesOf(curves, panel, axis) {
   return found;
 }
 
-/** Steps as places on an axis, and back, by the run's own clock. */
+/** Convert steps to positions on an axis, and back, by the run's own clock. */
 function clockOf(curves, axis) {
   if (axis === "step" || !curves) return { to: (step) => step, back: (x) => x };
   const [steps, xs] = [curves.train.axis.last, curves.train.axis[axis]].map((column) => [0, ...column]);
   return { to: (step) => interpolated(steps, xs, step), back: (x) => interpolated(xs, steps, x) };
 }
 
-/** How much of the axis is shown: all that there is, or the steps that are looked at. */
+/** The visible range of the axis: everything, or the zoomed steps. */
 function rangeOf(curves, axis, looked, clock) {
   const ends = [curves.train, curves.eval].map(({ axis: own }) => own[axis === "step" ? "last" : axis] || []).filter((xs) => xs.length);
   let from = Math.min(...ends.map((xs) => xs[0]));
@@ -138,7 +138,7 @@ function rangeOf(curves, axis, looked, clock) {
   return from < to ? [from, to] : [from - 0.5, from + 0.5];
 }
 
-/** One panel, drawn with curves that are there. */
+/** One panel, drawn with the curves loaded so far. */
 function Panel({ run, panel, curves, axis, view, change, height, large }) {
   const clock = useMemo(() => clockOf(curves, axis), [curves, axis]);
   const series = useMemo(() => seriesOf(curves, panel, axis), [curves, panel, axis]);
@@ -149,7 +149,7 @@ function Panel({ run, panel, curves, axis, view, change, height, large }) {
   const open = (first, last) => (location.hash = link(["run", run.id, "rollouts"], new URLSearchParams({ first_step: String(first), last_step: String(last) })).slice(1));
   const zoom = (from, to) => {
     let steps = [clock.back(from), clock.back(to)];
-    if (to - from > range[1] - range[0]) { // farther away than the curves are read
+    if (to - from > range[1] - range[0]) { // zoomed out beyond the loaded curves
       const [low, high] = view.range[1] < WHOLE[1] ? view.range : [0, run.step];
       steps = [low - (high - low) / 2, high + (high - low) / 2];
     }
@@ -173,13 +173,13 @@ function LargePanel({ run, panel, curves, axis, view, change }) {
     <${Stretches} curves=${fine || curves} />`}</${Large}>`;
 }
 
-/** How many steps a point stands for, where they are more than one. */
+/** A note on how many steps a point stands for, if more than one. */
 function Stretches({ curves }) {
   const { per, axis } = curves.train;
   return per > 1 && html`<p class="faint hint">${t("stretches", { n: (axis.last[axis.last.length - 1] - axis.first[0] + 1).toLocaleString("en"), per })}</p>`;
 }
 
-/** The charts of a run: those that matter most, or with `all` every metric and the tools to look at them. */
+/** The charts of a run: the key ones, or with `all` every metric, with controls. */
 export function Charts({ run, all }) {
   const [view, change] = useView(all);
   const { panels, flat } = useMemo(() => arranged({ names: [...new Set([...run.metrics, ...run.evaluations])], constant: run.constant, alike: run.alike }),

@@ -1,4 +1,4 @@
-// Runs beside each other: what differs in their configs, and their curves.
+// Comparison of runs: results, curves, config differences, held-out answers.
 import { html, get, useState, useMemo, useEffect, useGet, useKept, number, link, Status, Failure, Loading, visible, plainText } from "./lib.js";
 import { t } from "./i18n.js";
 import { findingName } from "./findings.js";
@@ -7,13 +7,13 @@ import { interpolated, WHOLE } from "./curves.js";
 import { apartFrom, matches, otherName } from "./panels.js";
 import { Chart, sample } from "./plot.js";
 
-/** The runs that the table and the charts show together: those of one config with other seeds, or each by itself. */
+/** Groups of runs that the table and the charts show together: the seeds of a config, or single runs. */
 function groupsOf(found, grouped) {
   const groups = grouped ? found.groups : found.runs.map((_, i) => [i]);
   return groups.map((members, color) => ({ members, color, name: members.length > 1 ? `${found.group_names[color]} ×${members.length}` : found.runs[members[0]].name }));
 }
 
-/** Each group's curve of a metric: of one run its own, of several their mean with the range. */
+/** The curve of a metric for each group: that of its run, or mean and range of its runs. */
 function seriesOf(found, metric, groups, axis) {
   const dots = found.evaluations.includes(metric);
   const placed = (members, steps) => {
@@ -33,7 +33,7 @@ function seriesOf(found, metric, groups, axis) {
   }).filter(Boolean);
 }
 
-/** The words of a column, which is named by what it is the mean of. */
+/** The title of a column. */
 function columnTitle(title) {
   const said = t(`judged_${title}`);
   return said.startsWith("judged_") ? visible(title) : said;
@@ -43,7 +43,7 @@ function range(found) {
   return found === null ? "–" : html`${number(found[0])} <small class="nowrap">[${number(found[1])}, ${number(found[2])}]</small>`;
 }
 
-/** Table of the runs' results. Runs that differ only in their seeds share a line. */
+/** Table of the runs' results. Runs that differ only in their seeds share a row. */
 function Judged({ found, groups }) {
   const { runs, columns } = found;
   const row = (i, color) => html`<tr key=${runs[i].id}><th scope="row"><span class="swatch" style=${{ background: sample(color) }} aria-hidden="true"></span> <a href=${link(["run", runs[i].id])}>${visible(runs[i].name)}</a></th>
@@ -57,7 +57,7 @@ function Judged({ found, groups }) {
         ${columns.map((column) => html`<td>${range(column.over[color])}</td>`)}<td></td></tr>`}</tbody>`)}</table></div>`;
 }
 
-/** How groups of seeds differ in what they are judged by first, as `atomrl compare` prints it, with the interval drawn. */
+/** Differences between groups of seeds in the first figure, as printed by `atomrl compare`, with their intervals drawn. */
 function Differences({ pairs }) {
   const ends = [0, ...pairs.flatMap(({ difference: { low, high } }) => [low, high])];
   const [least, most] = [Math.min(...ends), Math.max(...ends)];
@@ -70,11 +70,10 @@ function Differences({ pairs }) {
       <span class="amount">= ${signed(gain)} <span class="nowrap">[95% ${signed(low)} ${t("to")} ${signed(high)}]</span>, <span class="nowrap">${a === b ? t("seeds_n", { n: a }) : t("seeds_and", { a, b })}</span>: <b>${clear ? t("told_apart") : t("not_told_apart")}</b>${!clear && needed !== null && `; ${t("seeds_needed", { n: needed })}`}</span></li>`)}</ul></section>`;
 }
 
-/** A name of several parts, which may end a line between them. */
+/** A name with line break opportunities between its parts. */
 const broken = (name) => name.split(/(?<=[_=/])|(?<=\.)(?!\d)/).map((part) => [visible(part), html`<wbr />`]);
 
-/** Keys of the config beside each other. Runs of a group have one column; where they differ, as in their seeds, it has
- * all of their values. */
+/** Table of config keys. The runs of a group share a column; if they differ, as in their seeds, it lists all values. */
 function Keys({ groups, rows, title }) {
   const said = (value) => (value === null ? "–" : visible(JSON.stringify(value)));
   const cell = (values, members) => {
@@ -87,7 +86,7 @@ function Keys({ groups, rows, title }) {
   </table></div>`;
 }
 
-/** Where two of the runs begin to differ, as `atomrl compare --diff` says it. */
+/** The first difference between two of the runs, as in `atomrl compare --diff`. */
 function Difference({ runs }) {
   const [pair, setPair] = useState([0, 1]);
   const [found, setFound] = useState(null);
@@ -115,7 +114,7 @@ function Difference({ runs }) {
       <pre class="text page" tabindex="0">${visible(found.lines.join("\n"))}</pre>`}</div><${Failure} error=${error} />`;
 }
 
-/** Each run's answers to the same held-out prompts, at its newest evaluation. */
+/** Answers of each run to the same held-out prompts, at its newest evaluation. */
 function Answers({ runs, ids }) {
   const [differing, setDiffering] = useState(true);
   const [offset, setOffset] = useState(0);
@@ -153,7 +152,7 @@ function Metric({ found, panel, groups, steps, axis, view, change, ids, height, 
     csv=${`/api/compare/curves.csv?${new URLSearchParams({ runs: ids.join(","), keys: [panel.id, ...panel.also].join("\n") })}`} height=${height} />`;
 }
 
-/** The steps of training that have been recorded most of, and where they are on the axis. */
+/** The training steps of the longest curve, and their positions on the axis. */
 function stepsOf(found, panels, groups, axis) {
   const panel = panels.find(({ id }) => !found.evaluations.includes(id));
   const series = panel ? seriesOf(found, panel.id, groups, axis) : [];

@@ -1,4 +1,4 @@
-// The curves of a run as they come from the server, and what is computed of them here: smoothing, other axes.
+// The curves of a run: parsed from the server's bytes, updated, smoothed, placed on other axes.
 import { get, read, useState, useEffect, useRef, useThrottled, useLive } from "./lib.js";
 
 export const POINTS = 400;
@@ -13,7 +13,7 @@ const APPENDED = 40;
  * @typedef {{axis: Axis, per: number, columns: Map<string, Column>}} Table
  */
 
-/** Curves of a run: {step, train, eval, evaluations: how many, resumed: how often}. */
+/** Curves of a run: {step, train, eval, evaluations: their number, resumed: number of resumes}. */
 export async function getCurves(id, keys, points = POINTS, [from, to] = WHOLE) {
   const query = new URLSearchParams({ keys: keys.join("\n"), points: String(points), from: String(Math.floor(from)), to: String(Math.ceil(to)) });
   const response = await fetch(`/api/runs/${id}/metrics?${query}`);
@@ -41,7 +41,7 @@ export async function getCurves(id, keys, points = POINTS, [from, to] = WHOLE) {
   return { step, train: unpack(header.train), eval: unpack(header.eval), evaluations, resumed };
 }
 
-/** A table with the rows of further steps behind its own. */
+/** Append the rows of further steps to a table. */
 function extended(table, steps, given) {
   const axis = { ...table.axis, first: [...table.axis.first, ...steps], last: [...table.axis.last, ...steps] };
   for (const [name, metric] of Object.entries(CLOCKS)) {
@@ -58,7 +58,7 @@ function extended(table, steps, given) {
   return { ...table, axis, columns };
 }
 
-/** [curves, error] of a run, kept up to date. `range`: the steps that are looked at. */
+/** [curves, error] of a run, kept up to date. `range`: the zoomed steps. */
 export function useCurves(id, names, range, points = POINTS) {
   const [curves, setCurves] = useState(null);
   const [error, setError] = useState(null);
@@ -97,7 +97,7 @@ export function useCurves(id, names, range, points = POINTS) {
       setError(failure);
     } finally {
       own.current.busy = false;
-      if (own.current.again) soon(); // with the curves as they are by then
+      if (own.current.again) soon(); // with the curves as of then
       own.current.again = false;
     }
   };
@@ -112,7 +112,7 @@ export function useCurves(id, names, range, points = POINTS) {
   return [curves, error];
 }
 
-/** Exponential moving average as TensorBoard's, without its pull to zero at the beginning; what is missing stays so. */
+/** Exponential moving average as in TensorBoard, with bias correction; missing values stay missing. */
 export function smoothed(values, weight) {
   let sum = 0;
   let total = 0;
@@ -124,7 +124,7 @@ export function smoothed(values, weight) {
   });
 }
 
-/** The value of a rising table at a place: on the line between its neighbours, and level beyond its ends. */
+/** Linear interpolation in an increasing table; constant beyond its ends. */
 export function interpolated(xs, ys, x) {
   let low = 0;
   let high = xs.length - 1;

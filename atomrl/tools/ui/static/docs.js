@@ -1,10 +1,10 @@
-// The pages of the manual, which come with the package: trees of known tags, built without markup.
+// The documentation pages that come with the package: trees of known tags, built without parsing HTML.
 import { html, h, useState, useEffect, useGet, link, Failure, Loading, visible } from "./lib.js";
 import { t, inChinese } from "./i18n.js";
 
 const TAGS = new Set(["h1", "h2", "h3", "h4", "p", "ul", "ol", "li", "blockquote", "strong", "em", "hr", "br", "table", "thead", "tbody", "tr", "th", "td", "pre", "code", "a"]);
 
-/** A tree of the server as elements: a text, or a tag with a link or an anchor and its children. */
+/** Build elements from a tree of the server: a text, or a tag with a link or an anchor and its children. */
 function drawn(tree) {
   if (typeof tree === "string") return visible(tree);
   const [tag, { href, id }, children] = tree;

@@ -1,10 +1,10 @@
-// Values of a form's fields: as they are written, where they stand in a config, and whether they are of their key's kind.
+// Values of form fields: their text, their place in a config, and checks of their type.
 import { t } from "./i18n.js";
 
-/** A value as it is written in a field: YAML, on one line. */
+/** The text of a value in a field: YAML, on one line. */
 export const written = (value) => (value === null || value === undefined ? "" : typeof value === "string" ? value : flow(value));
 
-/** As YAML on one line, texts without quotes where they need none. */
+/** Format as YAML on one line; text is quoted only if needed. */
 function flow(value) {
   if (typeof value === "number" && value !== 0 && Math.abs(value) < 1e-3) return value.toExponential().replace(/^(-?\d+)e/, "$1.0e");
   if (typeof value === "string") return /^[A-Za-z_./][\w./:+ -]*$/.test(value) && !/^(true|false|null|yes|no|on|off)$|: | $/i.test(value) ? value : JSON.stringify(value);
@@ -13,7 +13,7 @@ function flow(value) {
   return JSON.stringify(value);
 }
 
-/** The value of a key among dotted keys; of a table, of what stands below it. */
+/** The value of a key in a flat config; for a section, the values below it. */
 export function valueAt(given, key) {
   if (key in given) return given[key];
   const below = Object.entries(given).filter(([name]) => name.startsWith(`${key}.`));
@@ -21,8 +21,8 @@ export function valueAt(given, key) {
 }
 
 /**
- * Which key a field changes, and what it has as text. An axis may be given as its type alone (`clip: cispo`), or as a
- * list, which is then written by hand (`own`).
+ * The key that a field changes, and its text. A choice may be given by its type alone (`clip: cispo`), or as a list,
+ * which can only be edited as YAML (`own`).
  */
 export function placeOf(item, given) {
   const parent = item.key.endsWith(".type") ? item.key.slice(0, -5) : null;
@@ -33,7 +33,7 @@ export function placeOf(item, given) {
   return { key: item.key, text: value === null ? "null" : written(value), own: false };
 }
 
-/** Why a text is no value of a key; null where it may be one, which the schema then says. */
+/** Return why a text is not a valid value of a key, or null if only the schema can tell. */
 export function wrong(item, text) {
   const plain = text.trim();
   if (plain === "") return item.required && item.key !== "model.path" ? t("is_required") : null;

@@ -1,9 +1,9 @@
-// A new run: its config as a form and as YAML, which are one, checked while it is written; what it computes; whether it fits.
+// A new run: the config as a form and as YAML, checked while typing; its equation; whether it fits.
 import { html, get, post, link, useState, useEffect, useMemo, useRef, useKeys, Failure, Loading, visible } from "./lib.js";
 import { t, inChinese } from "./i18n.js";
 import { wrong, written, valueAt, placeOf } from "./fields.js";
 
-/** The keys that most runs set. */
+/** Common keys, which are always shown. */
 const COMMON = new Set(["run_name", "seed", "model.path", "model.dtype", "data.train", "data.train_size", "data.eval", "data.eval_size", "rollout.prompts_per_step", "rollout.completions_per_prompt", "rollout.max_completion_tokens", "rollout.temperature", "reward.functions", "algorithm.name", "algorithm.kl.coefficient", "train.steps", "train.learning_rate", "train.schedule", "train.rows_per_update", "eval.every_steps", "checkpoint.every_steps"]);
 const SECTIONS = ["run", "model", "data", "rollout", "reward", "algorithm", "train", "eval", "checkpoint", "tracking", "sft", "pretrain", "preference", "critic", "teacher", "environment", "cluster", "backend", "asynchronous", "pool"];
 const TYPED_MS = 250;
@@ -21,7 +21,7 @@ async function keysOf() {
   return keys.map((item) => ({ ...item, about: chinese[item.key] || item.about, types: item.types && types(item) }));
 }
 
-/** A config that is written in two ways; [draft, problems, checked, change, write, error]. */
+/** State of a config that form and YAML edit: [draft, problems, checked, change, write, error]. */
 function useDraft(query) {
   const from = query.get("from");
   const [draft, setDraft] = useState(null);
@@ -46,14 +46,14 @@ function useDraft(query) {
     if (text === null) return undefined;
     const told = (found) => {
       if (newest.current !== text) return;
-      if (found.own) change({}, found.own); // of the six-section layout, which the form does not have
-      values.current = found.values || values.current; // while it is wrong, what it last was
+      if (found.own) change({}, found.own); // converted from the six-section layout, which the form does not support
+      values.current = found.values || values.current; // while the YAML is invalid, the last valid values
       setChecked({ ...found, yaml: text });
     };
     const waiting = setTimeout(() => post("/api/check", { yaml: text, from }).then(told, setError), CHECKED_MS);
     return () => clearTimeout(waiting);
   }, [text]);
-  /** Another value of a key, null for none; changes are made one after the other. */
+  /** Set a key; null removes it. Changes are applied one after the other. */
   const change = (values, own = null) => {
     queue.current = queue.current.then(() => post("/api/draft", { yaml: own ?? newest.current, set: values }).then(take, setError));
   };
@@ -95,7 +95,7 @@ function Field({ item, draft, values, problem, change, report, name }) {
     <small class="about" id=${`${id}-about`}>${message && html`<span class="error block"><span aria-hidden="true">✕ </span>${visible(message)}</span>`}${type ? html`${visible(type[0])} <code>${visible(type[1])}</code>` : visible(item.about || "")}</small></div>`;
 }
 
-/** A key that no config has, where it would be. */
+/** An unknown key, shown in its section. */
 function Stray({ problem, draft, change }) {
   const better = (problem.message.match(/did you mean '([\w.]+)'/) || [])[1];
   const value = written(valueAt(draft.given, problem.key));
@@ -104,7 +104,7 @@ function Stray({ problem, draft, change }) {
     <p class="bar">${better && html`<button onClick=${() => change({ [problem.key]: null, [better]: value })}>${t("rename_to", { key: better })}</button>`}<button onClick=${() => change({ [problem.key]: null })}>${t("remove")}</button></p></div>`;
 }
 
-/** The keys of a section: those that most runs set, that are given, or wrong; all where they are asked for. */
+/** The keys of a section: common ones, and those that are set or invalid; all on demand. */
 function Section({ name, items, about, draft, values, problems, change, report, searching }) {
   const [all, setAll] = useState(false);
   const types = (axis) => valueAt(values || {}, `algorithm.${axis}.type`) || valueAt(draft.given, `algorithm.${axis}`);
@@ -148,7 +148,7 @@ function StartFrom({ query, edited }) {
       <optgroup label=${t("runs")}>${found.runs.map((one) => html`<option value=${`from=${one.id}`}>${visible(one.name)}</option>`)}</optgroup>`}</select></label>`;
 }
 
-/** The YAML, with the lines marked on which something is wrong. */
+/** The YAML editor, with invalid lines marked. */
 function Editor({ draft, problems, write }) {
   const lines = draft.yaml.split("\n");
   const marked = new Map(problems.filter((one) => one.line !== undefined).map((one) => [one.line, one.message]));
@@ -160,7 +160,7 @@ function Problems({ problems, find }) {
   return html`<ul class="problems">${problems.map((one) => html`<li><span aria-hidden="true">✕ </span>${one.key && html`<button class="quiet small" onClick=${() => find(one)}><code>${visible(one.key)}</code></button> `}${visible(one.message)}</li>`)}</ul>`;
 }
 
-/** The config as it will be started, and whether it fits; only then it is. */
+/** Review of the config before launch, with the plan. It can only be launched if it fits. */
 function Review({ draft, checked, from, close, found, setFound }) {
   const box = useRef(null);
   const [said, setSaid] = useState(null);

@@ -4,7 +4,7 @@ import { t } from "./i18n.js";
 
 export { html, render, h, useState, useEffect, useLayoutEffect, useMemo, useRef, useCallback };
 
-/** JSON from the server; an Error with its words where it refuses. */
+/** Fetch JSON from the server. Throws an Error with the server's message. */
 export async function get(path) {
   return read(await fetch(path, { headers: { accept: "application/json" } }));
 }
@@ -21,15 +21,15 @@ export async function read(response) {
   try {
     said = JSON.parse(text).detail || said;
   } catch {
-    // plain words
+    // not JSON: plain text
   }
   throw Object.assign(new Error(said || `HTTP ${response.status}`), { status: response.status });
 }
 
-// One stream for a tab, closed while the tab is hidden: browsers allow six connections to a server.
+// One event stream per tab, closed while the tab is hidden, because browsers allow six connections to a server.
 const listeners = new Set();
 let source = null;
-/** State of the connection: "" (connected), "lost" (no answer), "started_anew" (another server answers, with another token). */
+/** State of the connection: "" (connected), "lost" (no answer), "started_anew" (the server was restarted and has another token). */
 export const connection = { trouble: "" };
 
 function tell(name, ids) {
@@ -56,7 +56,7 @@ function connect() {
   });
 }
 
-/** A stream that is refused does not say why: a server that was started anew has another token. */
+/** Find out why the stream was refused, which its error does not say: a restarted server has another token. */
 async function askWhy() {
   const answer = await fetch("/static/icon.svg", { method: "HEAD" }).catch(() => null);
   if (!connection.trouble) return;
@@ -71,7 +71,7 @@ document.addEventListener("visibilitychange", () => {
   } else connect();
 });
 
-/** Call `listener(name, ids)` on "changed", "gone", "ready" (connected anew: anything may have changed), "lost". */
+/** Call `listener(name, ids)` on "changed", "gone", "ready" (reconnected: anything may have changed), "lost". */
 export function useLive(listener) {
   const newest = useRef(listener);
   newest.current = listener;
@@ -83,8 +83,8 @@ export function useLive(listener) {
   }, []);
 }
 
-/** [value, error, reload] of a path; read again when one of the runs in `ids` has something new, at most every so many
- * milliseconds. */
+/** [value, error, reload] of a path; fetched again when one of the runs in `ids` changes, at most once per interval of so
+ * many milliseconds. */
 export function useGet(path, ids = [], every = 0) {
   const [found, setFound] = useState({ path: null, value: null, error: null });
   const state = useRef({ current: path, busy: false, again: false });
@@ -120,7 +120,7 @@ export function useGet(path, ids = [], every = 0) {
   return [found.value, found.error, load, found.path === path];
 }
 
-/** A call at most once in so many milliseconds, the last one always. */
+/** Throttle a function: at most one call per interval, and always the last one. */
 export function useThrottled(call, ms) {
   const state = useRef({ timer: 0, last: 0 });
   const newest = useRef(call);
@@ -146,7 +146,7 @@ export function number(value, digits = 3) {
   return String(Number(value.toPrecision(size >= 100 ? Math.max(digits, 4) : digits)));
 }
 
-/** A count for people: 1.23M, in Chinese 123万. */
+/** Format a count: 1.23M, in Chinese 123万. */
 export function count(value) {
   return new Intl.NumberFormat(document.documentElement.lang || "en", { notation: "compact", maximumSignificantDigits: 3 }).format(value);
 }
@@ -160,7 +160,7 @@ export function duration(seconds) {
   return hours < 48 ? `${t("h", { n: hours })} ${t("min", { n: Math.floor((s % 3600) / 60) })}` : t("d", { n: Math.round(hours / 24) });
 }
 
-/** How long ago a time was, which changes by itself. */
+/** How long ago a time was; updates itself. */
 export function Ago({ time }) {
   const [, setNow] = useState(0);
   useEffect(() => {
@@ -177,13 +177,13 @@ function ago(time) {
   return t("ago", { time: said });
 }
 
-// Control characters, and those that turn the direction of what stands around them.
+// Control characters, and those that change the writing direction.
 const ODD = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]/gu;
 
-/** A text for an attribute or a picture, where nothing can be marked: a sign stands for what cannot be seen. */
+/** Text for an attribute or an image: a placeholder replaces each invisible character. */
 export const plainText = (text) => String(text).replace(ODD, "\ufffd");
 
-/** A text of a model, data or config as it is: what cannot be seen is named, nothing in it is obeyed. */
+/** Untrusted text of a model, data or config: invisible characters are shown by name, and have no effect. */
 export function visible(text) {
   const parts = [];
   let start = 0;
@@ -197,7 +197,7 @@ export function visible(text) {
   return parts;
 }
 
-/** From blue for bad over nothing to orange for good; the number stands beside it, so colour says nothing alone. */
+/** Background from blue (negative) to orange (positive). The number is always beside it, for readers who cannot tell colors. */
 export function tint(value, scale = 1) {
   if (value === null || value === undefined || !scale) return "tint";
   const level = Math.min(4, Math.ceil((4 * Math.abs(value)) / scale - 0.001));
@@ -220,13 +220,13 @@ export function Loading() {
   return html`<p class="loading" role="status">${t("loading")}</p>`;
 }
 
-/** The head of a column that sorts its table: `direction` where it does now.
+/** A column head that sorts its table; `direction` if the table is sorted by it.
  * @param {{name: string, title?: string, kind?: string, direction: string | null, sort: () => void}} props */
 export function SortedBy({ name, title = "", kind = "", direction, sort }) {
   return html`<th scope="col" class=${kind} aria-sort=${direction || undefined}><button class="sort" title=${title} onClick=${sort}>${t(name)}<span aria-hidden="true">${direction === "descending" ? " ▼" : direction ? " ▲" : ""}</span></button></th>`;
 }
 
-/** The same for a narrow screen, where a table has no head. @param {{names: string[], column: string, sort: (name: string) => void}} props */
+/** The same for narrow screens, where tables have no head. @param {{names: string[], column: string, sort: (name: string) => void}} props */
 export function SortBy({ names, column, sort }) {
   return html`<label class="narrow">${t("sort")} <select value=${column} onChange=${(event) => sort(event.target.value)}>${names.map((name) => html`<option value=${name}>${t(name)}</option>`)}</select></label>`;
 }
@@ -236,7 +236,7 @@ export function Explain({ terms }) {
   return html`<details class="explain"><summary>${t("what_it_means")}</summary><dl class="facts">${terms.map(([name, said]) => html`<div><dt>${name}</dt><dd>${said}</dd></div>`)}</dl></details>`;
 }
 
-/** A small curve without axes. */
+/** A sparkline. */
 export function Spark({ points }) {
   const [x, y] = points;
   if (x.length < 2) return null;
@@ -247,7 +247,7 @@ export function Spark({ points }) {
   return html`<svg class="spark" viewBox="0 0 100 24" aria-hidden="true"><polyline points=${path.join(" ")} /></svg>`;
 }
 
-/** A part of an address in plain characters; one that is none, as with a stray %, as it is. */
+/** Decode a part of an address; unchanged if it is malformed (a stray %). */
 function plain(part) {
   try {
     return decodeURIComponent(part);
@@ -256,7 +256,7 @@ function plain(part) {
   }
 }
 
-/** Where we are: path and query of the address behind the #. */
+/** The current location: path and query behind the #. */
 export function place() {
   const [path, query] = location.hash.slice(1).split("?");
   return { path: (path || "/").split("/").filter(Boolean).map(plain), query: new URLSearchParams(query || "") };
@@ -267,7 +267,7 @@ export function link(parts, query) {
   return `#/${parts.map(encodeURIComponent).join("/")}${text ? `?${text}` : ""}`;
 }
 
-/** Call on keys that are pressed outside of fields: {j: () => ...}. */
+/** Keyboard shortcuts, outside of fields: {j: () => ...}. */
 export function useKeys(keys) {
   const newest = useRef(keys);
   newest.current = keys;
@@ -286,7 +286,7 @@ export function useKeys(keys) {
   }, []);
 }
 
-/** A value kept in this browser. */
+/** State that is stored in this browser. */
 export function useKept(name, initial) {
   const [value, setValue] = useState(() => {
     try {
@@ -300,7 +300,7 @@ export function useKept(name, initial) {
     try {
       localStorage.setItem(`atomrl.${name}`, next);
     } catch {
-      // a browser that keeps nothing
+      // storage is disabled
     }
   };
   return [value, keep];

@@ -1,4 +1,4 @@
-// The first page of a run: how it went, what is wrong, what the model writes now, and one prompt before and after.
+// The overview of a run: verdict, findings, newest completions, and one prompt before and after.
 import { html, useGet, number, count, duration, Ago, Explain, link, Spark, tint, visible } from "./lib.js";
 import { t } from "./i18n.js";
 import { Charts } from "./charts.js";
@@ -26,7 +26,7 @@ function Tile({ name, value, under = null, hint = "", spark = null }) {
     ${under && html`<dd class="under">${under}</dd>`}</div>`;
 }
 
-/** From the first to the last value, and where it was best. */
+/** A tile: first and last value, and the best with its step. */
 function Course({ name, about, lower, hint }) {
   const { first, last } = about;
   const best = lower ? about.least : about.largest;
@@ -60,7 +60,7 @@ function Tiles({ run }) {
   ]} />`;
 }
 
-/** Which completions show what a rule found: of most rules all do. */
+/** Query of the completions that show a finding; for most rules, all of its steps. */
 const SHOWN = {
   length_limit: { finish_reason: "length" },
   missing_stop_token: { finish_reason: "length" },
@@ -69,7 +69,7 @@ const SHOWN = {
 };
 
 function Finding({ run, found }) {
-  // A rule speaks of its step and of those before, which have to agree.
+  // A rule needs several steps in agreement: its own and those before.
   const query = new URLSearchParams({ first_step: String(Math.max(1, found.step - 2)), last_step: String(found.step), split: "train", ...SHOWN[found.id] });
   const level = found.severity === "error" ? "error" : "warning";
   return html`<li class=${`finding ${level}`}>
@@ -82,7 +82,7 @@ function Finding({ run, found }) {
 
 const at = (run, row) => link(["run", run.id, "rollouts", String(row.step), row.split, String(row.place)], row.split === "train" ? new URLSearchParams({ first_step: row.step, last_step: row.step }) : new URLSearchParams({ first_step: row.step, last_step: row.step, split: row.split }));
 
-/** The figures of a completion, in a line. @param {{run: any, row: any, scale?: number, answer?: boolean}} props */
+/** One line with reward, advantage and length of a completion. @param {{run: any, row: any, scale?: number, answer?: boolean}} props */
 function Figures({ run, row, scale = 1, answer = false }) {
   return html`<p class="figures"><a href=${at(run, row)}>${t("reward")} <strong>${number(row.reward)}</strong></a>
     ${row.advantage !== null && html`<span class=${tint(row.advantage, scale)} title=${t("advantage_hint")}>A ${number(row.advantage)}</span>`}
@@ -93,7 +93,7 @@ function Figures({ run, row, scale = 1, answer = false }) {
 const answerOf = (row) => (typeof row.ground_truth === "string" ? row.ground_truth : JSON.stringify(row.ground_truth));
 const hasAnswer = (row) => row.ground_truth !== null && row.ground_truth !== undefined && row.ground_truth !== "";
 
-/** A prompt and a completion of it. */
+/** A prompt with one completion. */
 function Sample({ run, row, scale }) {
   return html`<li class="sample">
     <pre class="text asked" tabindex="0" aria-label=${t("prompt")}>${visible(row.prompt)}</pre>
@@ -101,7 +101,7 @@ function Sample({ run, row, scale }) {
     <${Figures} run=${run} row=${row} scale=${scale} answer=${true} /></li>`;
 }
 
-/** The model's newest completions; fetched again as the run continues. */
+/** The newest completions; updated while the run continues. */
 function Writes({ run }) {
   const [found] = useGet(`/api/runs/${run.id}/glimpse`, [run.id], 1500);
   if (!found || found.step === null) return null;
@@ -118,7 +118,7 @@ function Side({ run, title, side }) {
     ${side.of > side.members.length && html`<p class="faint">${t("and_more", { n: side.of - side.members.length })}</p>`}</div>`;
 }
 
-/** One prompt at the first and at the newest step that had it. */
+/** One prompt at the first and at the newest step that has it. */
 function BeforeAfter({ run, query }) {
   const asked = new URLSearchParams();
   for (const name of ["split", "change", "prompt"]) if (query.get(name)) asked.set(name, query.get(name));
@@ -142,7 +142,7 @@ function BeforeAfter({ run, query }) {
   </section>`;
 }
 
-/** A time as the reader's clock has it; one that is none, as it is. */
+/** Format a time in the local time zone; unchanged if it is not a time. */
 function dateOf(text) {
   const at = new Date(text);
   return Number.isNaN(at.getTime()) ? text : at.toLocaleString(document.documentElement.lang || "en", { dateStyle: "medium", timeStyle: "short" });
@@ -180,7 +180,7 @@ export function Overview({ run, query }) {
 }
 
 function Evaluations({ run }) {
-  // With one completion per prompt, best and majority are that one. Metrics that never change are listed below the charts.
+  // With one completion per prompt, best@1 and maj@1 equal mean@1. Constant metrics are listed below the charts.
   const shown = run.evaluations.filter((name) => !/\/acc\/(maj|best)@1$/.test(name) && run.evaluated.some((row) => row.values[name] !== null) && (run.evaluated.length < 2 || !(name in run.constant))).slice(0, 8);
   return html`<div class="scroll" tabindex="0" role="region" aria-label=${t("evaluations")}><table class="evaluations">
     <thead><tr><th scope="col">${t("step")}</th>${shown.map((name) => html`<th scope="col" title=${name}>${name.replace(/^(val-(core|aux)|eval)\//, "").split(/(?<=[/_])/).map((part) => [visible(part), html`<wbr />`])}</th>`)}</tr></thead>

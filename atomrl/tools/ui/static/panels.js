@@ -1,7 +1,7 @@
-// In which panels the metrics of runs are drawn, and in which order.
+// The panels in which metrics are drawn, and their order.
 import { t } from "./i18n.js";
 
-/** Panels: name, and a test for the metrics in it. Evaluations have panels of their own.
+/** Panels: name, and a predicate for its metrics. Evaluations have their own panels.
  * @type {[string, (name: string) => boolean][]} */
 export const PANELS = [
   ["reward", (name) => name === "critic/score/mean" || /^reward\/.+\/mean$/.test(name)],
@@ -30,7 +30,7 @@ export const PANELS = [
   ["memory", (name) => /^perf\/.*memory/.test(name)],
 ];
 
-/** The panels that matter most, by kind of run; the first eight that a run has stand first. */
+/** Key panels by kind of run; the first eight that a run has come first. */
 const FIRST = {
   rl: ["reward", "held_out", "held_out_reward", "accuracy", "length", "entropy", "signal", "kl", "gradient", "critic", "environment", "staleness", "truncation", "clip", "gap", "throughput"],
   preferences: ["held_out", "margins", "loss", "accuracy", "logps", "kl", "entropy", "gradient", "held_out_margin", "rate", "throughput"],
@@ -38,7 +38,7 @@ const FIRST = {
   sft: ["loss", "held_out_loss", "accuracy", "held_out", "gradient", "rate", "throughput", "phases", "memory"],
   pretrain: ["loss", "held_out_loss", "gradient", "rate", "throughput", "phases", "memory"],
 };
-/** Where the others stand, by what their first metric's name begins with. */
+/** Sections of the other panels, by the prefix of their first metric. */
 const SECTIONS = {
   evaluation: ["val-core", "val-aux", "val", "eval"],
   rollouts: ["reward", "critic", "by_group", "response_length", "prompt_length", "text", "environment", "train"],
@@ -47,7 +47,7 @@ const SECTIONS = {
 };
 const sectionOf = (name) => Object.keys(SECTIONS).find((section) => SECTIONS[section].includes(name.split("/")[0])) ?? "other";
 const MOST = 8;
-/** Shown as curves even where they never change: that they do not is what matters. */
+/** Panels that are shown even if constant, because that matters. */
 const ALWAYS = ["reward", "held_out", "accuracy", "loss"];
 
 export function kindOf(names) {
@@ -63,7 +63,7 @@ function stem(name) {
   return found ? found[1] : name;
 }
 
-/** How words end up in a search: each has to be in one of the texts. */
+/** Match a search: each word must be in one of the texts. */
 export function matches(words, texts) {
   const said = texts.join("\n").toLowerCase();
   return words.toLowerCase().split(/\s+/).every((word) => said.includes(word));
@@ -72,7 +72,7 @@ export function matches(words, texts) {
 /**
  * @typedef {{id: string, titles: string[], first: boolean, section: string, metrics: {name: string, also: string[]}[]}} Panel
  * @param {{names: string[], constant: Record<string, number>, alike: string[][]}} given
- * @returns {{panels: Panel[], flat: [string, number][]}} in the order in which they are shown; and what never changes
+ * @returns {{panels: Panel[], flat: [string, number][]}} the panels in order, and the constant metrics
  */
 export function arranged({ names, constant, alike }) {
   const taken = new Set();
@@ -101,7 +101,7 @@ export function arranged({ names, constant, alike }) {
       if (same) same.also.push(name);
       else metrics.push({ name, also: [] });
     }
-    // The same numbers as in an earlier panel: that one names both. Panels with a title of their own have to be the same as a whole.
+    // Metrics equal to those of an earlier panel are named there. A panel with its own title is only merged as a whole.
     const within = (panel) => metrics.every(({ name }) => panel.metrics.some((one) => of(one.name) === of(name)));
     const twin = panels.find((panel) => within(panel) && (!draft.named || panel.metrics.length === metrics.length));
     if (twin) {
@@ -109,15 +109,15 @@ export function arranged({ names, constant, alike }) {
       for (const { name, also } of metrics) twin.metrics.find((one) => of(one.name) === of(name)).also.push(name, ...also);
     } else panels.push({ id: draft.id, titles: draft.titles, first: false, section: sectionOf(draft.names[0]), metrics });
   }
-  // Counted after equal panels are one, or fewer than these would be shown first.
+  // After equal panels are merged, so that all of the first eight are shown.
   for (const panel of panels.filter(({ id }) => order.includes(id)).slice(0, MOST)) Object.assign(panel, { first: true, section: "first" });
   const sections = ["first", ...Object.keys(SECTIONS), "other"];
   panels.sort((a, b) => sections.indexOf(a.section) - sections.indexOf(b.section));
   return { panels, flat: flat.flatMap(({ names: own }) => own.map((name) => /** @type {[string, number]} */ ([name, constant[name]]))) };
 }
 
-/** Metrics in a panel each, as for several runs, in the order in which a run's panels are shown; those that are the same
- * in all runs together, those that never change left out.
+/** One panel per metric, for several runs, in the order of a run's panels. Metrics that are equal in all runs share one;
+ * constant ones are left out.
  * @returns {{id: string, title: string, also: string[]}[]} */
 export function apartFrom({ names, constant, alike }) {
   const first = FIRST[kindOf(names)];
@@ -137,14 +137,14 @@ export function apartFrom({ names, constant, alike }) {
   return panels;
 }
 
-/** Another name of a curve, without what it begins with like the first. */
+/** A further name of a curve, without the prefix it shares with the first. */
 export function otherName(name, other) {
   const [own, parts] = [name.split("/"), other.split("/")];
   const start = parts.findIndex((part, i) => part !== own[i]);
   return parts.slice(Math.min(start || parts.length - 2, parts.length - 1)).join("/");
 }
 
-/** Names of a panel's curves without what all begin or end with. */
+/** Names of a panel's curves, without their common prefix and suffix. */
 export function labels(names) {
   const parts = names.map((name) => name.split("/"));
   const shortest = Math.min(...parts.map((one) => one.length));

@@ -1,7 +1,7 @@
-// On a narrow screen each row of a table is a card: its cells then say which column they are of.
+// On narrow screens each table row is a card, and each cell shows the name of its column.
 export const NARROW = matchMedia("(max-width: 40rem)");
 
-/** Name the cells of all tables below a node after their columns, now and whenever something changes there. */
+/** Label the cells of all tables below a node with their columns, now and after every change. */
 export function nameCells(root) {
   const name = () => {
     for (const table of root.querySelectorAll(".scroll table")) {

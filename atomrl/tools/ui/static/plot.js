@@ -1,4 +1,4 @@
-// One chart: curves over steps, time or tokens. uPlot is the page's plain script.
+// One chart: curves over steps, time or tokens, drawn with uPlot.
 import { html, useState, useEffect, useMemo, useRef, number } from "./lib.js";
 import { smoothed } from "./curves.js";
 import { t } from "./i18n.js";
@@ -6,10 +6,10 @@ import { t } from "./i18n.js";
 const DASHES = [[], [6, 3], [2, 3], [9, 3, 2, 3], [12, 4], [4, 2]];
 const STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6];
 
-/** The colour's name and the dashes of a curve by its place: neither has to be told from the other's neighbours alone. */
+/** Color and dash pattern of a curve by its index, so that curves differ in both. */
 const lookOf = (place) => ({ name: `--c${place % 8}`, dash: DASHES[place % DASHES.length] });
 
-/** The same as a background, for legends and tables. */
+/** The same as a CSS background, for legends and tables. */
 export function sample(place) {
   const { name, dash } = lookOf(place);
   let end = 0;
@@ -23,7 +23,7 @@ function color(name) {
 
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 
-/** Labels of an axis, with as many digits as are needed to tell its values apart. */
+/** Axis labels, with as many digits as needed to distinguish the values. */
 function ticks(_, values) {
   const there = values.filter((value) => value !== null);
   const gap = there.length > 1 ? Math.abs(there[1] - there[0]) : 0;
@@ -31,11 +31,11 @@ function ticks(_, values) {
   return values.map((value) => (value === null ? "" : Math.abs(value) >= 1e4 ? compact.format(value) : number(value, Math.max(3, Math.min(digits, 15))).replace(/\.?0+e/, "e")));
 }
 
-/** Units of an axis of seconds: how many each has, up to which span it is used, and its word. */
+/** Units of a time axis: seconds per unit, the largest range it is used for, and its text. */
 const UNITS = [[1, 180, "s"], [60, 10800, "min"], [3600, 360000, "h"], [86400, Infinity, "d"]];
 const unitOf = (span) => UNITS.find(([, most]) => span < most);
 
-/** A place on the horizontal axis in words. */
+/** Describe a position on the x axis. */
 export function said(axis, x, span) {
   if (axis === "tokens") return t("n_tokens", { n: compact.format(x) });
   if (axis === "time") {
@@ -55,14 +55,14 @@ const HORIZONTAL = {
   },
 };
 
-/** The values that a vertical axis shows: with some air, also where a curve is flat. */
+/** Range of the y axis, with a margin even if the curve is constant. */
 function around(_, low, high) {
   if (low === null || high === null) return [0, 1];
   if (low === high) return [low - (Math.abs(low) / 10 || 0.5), high + (Math.abs(high) / 10 || 0.5)];
   return uPlot.rangeNum(low, high, 0.08, true);
 }
 
-/** Lines of a logarithmic axis: at the powers of ten, and where there are few of them at 2 and 5 as well. */
+/** Ticks of a log axis: powers of ten, and with few of them also 2 and 5 times these. */
 function logLines(plot, values) {
   const { min, max } = plot.scales.y;
   const kept = Math.log10(max / min) > 2 ? [1] : [1, 2, 5];
@@ -76,10 +76,10 @@ function aroundLog(_, low, high) {
 
 const there = (value) => value !== null && value !== undefined;
 
-/** A metric that most steps lack is a sparse one: its values are joined. Elsewhere a missing value is a gap. */
+/** Values of a sparse metric (missing in most steps) are connected; elsewhere a missing value is a gap. */
 const sparse = (values) => 2 * values.filter(there).length < values.length;
 
-/** The values between two that are missing: without a point nothing would be seen of them. */
+/** Isolated values between two missing ones, which are drawn as points to be visible. */
 function alone(plot, place) {
   const values = plot.data[place];
   const given = [];
@@ -87,10 +87,10 @@ function alone(plot, place) {
   return given.filter((i, k) => there(values[i]) && !there(values[given[k - 1]]) && !there(values[given[k + 1]]));
 }
 
-/** uPlot's series for a curve: the curve, the faint values that it smooths, and the edges of its range. */
+/** The uPlot series of a curve: the curve, faint raw values if it is smoothed, and the edges of its band. */
 function drawnOf(one, look, smoothing) {
   const stroke = color(look.name);
-  const edge = { stroke: `${stroke}50`, width: 1, points: { show: false } }; // seen where the range is as narrow as a spike
+  const edge = { stroke: `${stroke}50`, width: 1, points: { show: false } }; // visible even if the band is as narrow as a spike
   const dots = one.dots || (sparse(one.y) && one.y.filter(there).length < 100);
   const itself = {
     stroke,
@@ -103,7 +103,7 @@ function drawnOf(one, look, smoothing) {
   return [itself, ...(smoothing && !one.dots ? [raw] : []), ...(one.low ? [edge, edge] : [])];
 }
 
-/** The same as columns. */
+/** The same series as data columns. */
 function columnsOf(one, smoothing, log) {
   const able = (values) => (log ? values.map((value) => (value > 0 ? value : value === undefined ? undefined : null)) : values);
   const smooth = smoothing && !one.dots;
@@ -113,7 +113,7 @@ function columnsOf(one, smoothing, log) {
 
 const columnCount = (one, smooth) => 1 + (smooth && !one.dots ? 1 : 0) + (one.low ? 2 : 0);
 
-/** Where each curve begins in uPlot's columns. */
+/** Index of each curve's first column in uPlot's data. */
 function placesOf(series, smooth) {
   let place = 1;
   return series.map((one) => {
@@ -122,7 +122,7 @@ function placesOf(series, smooth) {
   });
 }
 
-/** Draw flags of findings at their places. */
+/** Draw the flags of findings. */
 function flagged(flags) {
   return (plot) => {
     const { ctx, bbox } = plot;
@@ -149,7 +149,7 @@ function flagged(flags) {
   };
 }
 
-/** The chart as a picture, with its title and what its curves are. */
+/** Draw the chart as an image, with title and legend. */
 function picture(plot, title, about, series) {
   const unit = devicePixelRatio;
   const source = plot.ctx.canvas;
@@ -192,7 +192,7 @@ function save(address, name) {
   node.click();
 }
 
-/** True while a node is near what is seen of the page. */
+/** True while a node is in or near the viewport. */
 function useNear(node) {
   const [near, setNear] = useState(false);
   useEffect(() => {
@@ -203,7 +203,7 @@ function useNear(node) {
   return near;
 }
 
-/** A number that changes with the page's colours. */
+/** A number that changes with the theme. */
 function useTheme() {
   const [count, setCount] = useState(0);
   useEffect(() => {
@@ -222,11 +222,11 @@ function useTheme() {
 /**
  * @typedef {{name: string, label: string, about?: string, x: number[], y: (number | null)[], low?: (number | null)[], high?: (number | null)[],
  *   first?: number[], last?: number[], dots?: boolean, color?: number}} Series
- * `x`: where its values are on the axis; `first` and `last`: which steps they are of; `low` and `high`: its range; `dots`: an
- * evaluation, whose values are points and are not smoothed.
+ * `x`: positions on the axis; `first` and `last`: the steps of each point; `low` and `high`: its band; `dots`: an
+ * evaluation, drawn as points without smoothing.
  */
 
-/** Which of rising places is nearest to one. */
+/** Index of the nearest of increasing values. */
 function nearest(xs, x) {
   let low = 0;
   let high = xs.length - 1;
@@ -238,7 +238,7 @@ function nearest(xs, x) {
   return x - xs[low] <= xs[high] - x ? low : high;
 }
 
-/** Which steps a curve has at a place, or null. */
+/** The steps of a curve at a position, or null. */
 function stepsAt(series, x) {
   for (const one of series) {
     const i = one.last ? one.x.indexOf(x) : -1;
@@ -260,7 +260,7 @@ function summary(title, series, range) {
 
 /**
  * @typedef {{x: number[], first: number[], last: number[]}} Steps
- * The steps of training, and where they are on the axis: all charts of a page name the same one of them when one is pointed at.
+ * `steps` and `axis`: the training steps and their positions. All charts of a page show the same step under the cursor.
  *
  * @param {{title: string, sub?: string, about: string, series: Series[], steps: Steps, axis?: string, range: number[], smoothing?: number, log?: boolean, onLog?: () => void,
  *   flags?: {x: number, severity: string}[], onStep?: (first: number, last: number) => void, onZoom: (from: number, to: number) => void,
@@ -279,7 +279,7 @@ export function Chart({ title, sub = "", about, series, steps: all, axis = "step
   const able = log && shown.some((one) => one.y.some((value) => value > 0));
   const calls = useRef(null);
   calls.current = { onStep, onZoom, onWhole };
-  const drawn = useRef(null); // what the plot has by now, which is not yet what is asked for
+  const drawn = useRef(null); // what is drawn, which may lag behind the props
   const shape = JSON.stringify([shown.map((one) => [one.name, one.dots, one.color, Boolean(one.low), sparse(one.y)]), flags, theme, near, axis, range, able, height, smoothing > 0]);
   const data = useMemo(() => {
     if (!near || !shown.length) return [[]];
@@ -288,7 +288,7 @@ export function Chart({ title, sub = "", about, series, steps: all, axis = "step
     return together ? [tables[0][0], ...tables.flatMap(([, ...columns]) => columns)] : uPlot.join(tables);
   }, [shown, smoothing, able, near]);
 
-  /** Write which step is pointed at, and the values there; without one the newest. */
+  /** Show the step under the cursor and its values; without a cursor, the newest. */
   const tell = (self) => {
     if (!legend.current || !at.current || !drawn.current) return "";
     const { shown: now, steps: every, smooth, axis: across, range: [from, to] } = drawn.current;
@@ -304,7 +304,7 @@ export function Chart({ title, sub = "", about, series, steps: all, axis = "step
     else if (pointed && (steps || across === "step")) words.push(said("step", steps ? steps[1] : x, 0));
     at.current.textContent = words.join(" · ");
     at.current.hidden = !pointed;
-    if (pointed) { // below the cursor, within the plot
+    if (pointed) { // below the cursor, inside the plot
       const half = at.current.offsetWidth / 2;
       const middle = self.over.offsetLeft + self.valToPos(x, "x");
       at.current.style.left = `${Math.max(half, Math.min(self.width - half, middle))}px`;
@@ -312,7 +312,7 @@ export function Chart({ title, sub = "", about, series, steps: all, axis = "step
     const values = now.map((one, k) => {
       const column = self.data[begins[k]] || [];
       let i = pointed ? index : self.data[0].findLastIndex((own, j) => own <= to && there(column[j]));
-      // Between two of its own values a curve has that of the one before.
+      // Between two of its values, a curve has the earlier one.
       while (i >= 0 && (column[i] === undefined || (column[i] === null && one.dots))) i--;
       if (i < 0 || !there(column[i])) return "–";
       const own = self.data[0][i];
@@ -370,7 +370,7 @@ export function Chart({ title, sub = "", about, series, steps: all, axis = "step
     made.over.addEventListener("mousedown", () => (moved = false));
     made.over.addEventListener("mousemove", (event) => (moved = moved || event.buttons > 0));
     made.over.addEventListener("click", (event) => {
-      if (event.pointerType === "touch") return; // which has no other way to point at a step
+      if (event.pointerType === "touch") return; // touch has no other way to select a step
       const index = made.cursor.idx;
       const steps = !moved && there(index) && stepsAt(drawn.current.shown, made.data[0][index]);
       if (steps && calls.current.onStep) calls.current.onStep(steps[0], steps[1]);

@@ -1,4 +1,4 @@
-// Completions: a list that is filtered and sorted, the group of one with its arithmetic, a prompt through the run.
+// Completions: a list with filters, the group of one with its advantages, and one prompt over training.
 import { html, useState, useEffect, useRef, useGet, useKeys, number, link, place, SortedBy, Explain, tint, Failure, Loading, visible } from "./lib.js";
 import { t } from "./i18n.js";
 import { Tokens } from "./tokens.js";
@@ -12,7 +12,7 @@ const SORTED = { step: "step", reward: "reward", advantage: "advantage", tokens:
 
 const hintOf = (name) => (name === "reward" ? "reward_of_one_hint" : `col_${name}_hint`);
 
-/** Return true if the address names no steps: the page then follows the newest step. */
+/** Return true if the address has no steps: the page then follows the newest step. */
 const isNewest = (query) => !["first_step", "last_step", "step", "prompt"].some((name) => query.get(name));
 
 function go(run, query, change, rest = []) {
@@ -53,7 +53,7 @@ function Histogram({ title, bins }) {
     <figcaption>${said}</figcaption></figure>`;
 }
 
-/** The step that is shown, and the way to those beside it. */
+/** The current step, with buttons for the previous and the next. */
 function Steps({ query, found, change }) {
   const [text, setText] = useState(null);
   const around = (found && found.around) || {};
@@ -102,7 +102,7 @@ export function Rollouts({ run, rest, query }) {
   if (isNewest(query)) asked.set("newest", "true");
   asked.set("limit", String(PAGE));
   const [found, error, , fresh] = useGet(`/api/runs/${run.id}/rollouts?${asked}`, [run.id]);
-  // To the address as it is by then: what was typed just before may be in it by now, and not yet on the page.
+  // Based on the address at that time, which may have text that was typed just before and is not rendered yet.
   const change = (values) => {
     const now = place();
     go(run, now.query, values, now.path.slice(3));
@@ -117,7 +117,7 @@ export function Rollouts({ run, rest, query }) {
   const offset = Number(query.get("offset") || 0);
   const scale = Math.max(1e-9, ...rows.map((row) => Math.abs(row.advantage || 0)));
   const [sort, descending] = [query.get("sort") || "step", query.get("descending") === "true"];
-  /** Return true if the row above is of the same group. */
+  /** Return true if the row above belongs to the same group. */
   const again = (i) => i > 0 && ["step", "split", "prompt_hash"].every((name) => rows[i][name] === rows[i - 1][name]);
   const sortBy = (name) => change({ sort: name, descending: sort === name && descending ? null : "true" });
   if (found && found.of === 0) return html`<p class="empty">${t(run.loss ? "no_rollouts_ever" : "no_rollouts")}</p>`;
@@ -155,7 +155,7 @@ const FORMULAS = {
   reward: (r) => number(r),
 };
 
-/** A completion's advantage as the algorithm computed it again. */
+/** The recomputed advantage of a completion. */
 function computedMath(reward, { baseline, scale }, advantage) {
   if (scale === undefined) return number(advantage);
   const above = Math.abs(baseline) < 1e-6 ? number(reward) : `${number(reward)} − ${number(baseline)}`;
@@ -227,7 +227,7 @@ function Member({ run, member, step, split, chosen, math, scale }) {
 
 function Episode({ episode }) {
   const turns = episode.turns || [];
-  /** By which turn the model no longer saw this one, counted from 1; none where it always did. */
+  /** The turn (from 1) at which this one was dropped from the model's context; null if it never was. */
   const droppedBy = turns.map((_, i) => turns.findIndex((turn, later) => later > i && (turn.sees_from || 0) > i) + 1 || null);
   const dropped = droppedBy.filter(Boolean).length;
   return html`<details><summary>${t("turns", { n: turns.length })}${dropped > 0 && html` <span class="warning">! ${t("n_dropped", { n: dropped })}</span>`}</summary>

@@ -1,4 +1,4 @@
-// One run: its tabs, its config, its log, and what can be done with it.
+// The page of a run: tabs, config, log, and buttons to stop and resume it.
 import { html, get, post, useState, useEffect, useLayoutEffect, useRef, useGet, duration, link, Status, Failure, Loading, visible } from "./lib.js";
 import { t } from "./i18n.js";
 import { Charts } from "./charts.js";
@@ -34,7 +34,7 @@ function Log({ run }) {
   const end = useRef(0);
   const own = useRef(null);
   const box = useRef(null);
-  const atEnd = useRef(true); // it opens at what was said last, and goes on with it until somebody scrolls up
+  const atEnd = useRef(true); // opens at the end and follows it until the user scrolls up
   useLayoutEffect(() => {
     if (box.current && atEnd.current) box.current.scrollTop = box.current.scrollHeight;
   }, [text]);
@@ -42,7 +42,7 @@ function Log({ run }) {
     try {
       const found = await get(`/api/runs/${run.id}/log?after=${end.current}`);
       if (found.text === null) return setText(null);
-      const other = own.current !== null && own.current !== found.own; // its log is another file by now
+      const other = own.current !== null && own.current !== found.own; // the log is another file now
       own.current = found.own;
       if (other) {
         end.current = 0;
@@ -86,7 +86,7 @@ function Actions({ run, reload }) {
 }
 
 export function RunPage({ id, tab, rest, query }) {
-  const [run, error, reload, fresh] = useGet(`/api/runs/${id}`, [id], 1000); // curves come by themselves
+  const [run, error, reload, fresh] = useGet(`/api/runs/${id}`, [id], 1000); // curves are fetched separately
   useEffect(() => {
     if (run) document.title = `${run.name} · AtomRL`;
   }, [run && run.name]);

@@ -1,13 +1,13 @@
-// Every run below the folder: which needs me, how far, how good.
+// The list of runs: status, progress, results.
 import { html, get, useState, useEffect, useMemo, useRef, useLive, useKept, useKeys, number, duration, Explain, Ago, link, Status, SortBy, SortedBy, Spark, Failure, Loading, visible } from "./lib.js";
 import { t } from "./i18n.js";
 import { findingName } from "./findings.js";
 
-/** [{folder, launch, runs}, error], live: what changes is asked for alone. */
+/** [{folder, launch, runs}, error], live: only changed runs are fetched. */
 function useRuns() {
   const [found, setFound] = useState(null);
   const [error, setError] = useState(null);
-  /** Run that is being fetched -> true if it has changed since. */
+  /** Run that is being fetched -> true if it has changed meanwhile. */
   const busy = useRef(new Map());
   const all = async () => {
     try {
@@ -53,8 +53,8 @@ function matches(run, words) {
 
 const last = (about) => (about ? about.last[1] : null);
 
-/** Columns: what they are sorted by, and whether the largest or the smallest comes first at the first click. Loss and
- * reward are no scale of their own over runs of several kinds, but among those of one they are.
+/** Columns: sort key, and the direction of the first click. Losses and rewards are comparable only among runs of one
+ * kind.
  * @type {Record<string, [(run: any) => any, "descending" | "ascending"]>} */
 const COLUMNS = {
   status: [need, "descending"],
@@ -70,19 +70,19 @@ const COLUMNS = {
 };
 const WIDE = ["model", "algorithm", "duration", "started"];
 
-/** How much a run needs somebody: failed, standing still or with an error first, then what is running, then what is done. */
+/** Sort key of the status: failed, stalled or with an error first, then running, then finished. */
 function need(run) {
   const errors = run.findings.filter((found) => found.severity === "error").length;
   return (run.status === "failed" || run.silent_s !== null ? 8 : 0) + (errors ? 4 : 0) + (run.status === "running" ? 2 : 0) + (run.findings.length ? 1 : 0);
 }
 
-/** When a run began: seconds since 1970; null where it does not say. */
+/** Start time of a run in seconds since 1970, or null. */
 function started(run) {
   const at = run.started ? Date.parse(run.started) / 1000 : NaN;
   return Number.isNaN(at) ? null : at;
 }
 
-/** Runs in the order of a column; those that lack the value come last, equal ones by what was written last. */
+/** Sort runs by a column; runs without a value come last, equal ones by their last update. */
 function sorted(runs, column, direction) {
   const [of] = COLUMNS[column];
   const sign = direction === "descending" ? -1 : 1;
@@ -94,7 +94,7 @@ function sorted(runs, column, direction) {
   });
 }
 
-/** A model's name without what all of them have: the folder that a run keeps its model in, and where the runs are. */
+/** Short name of a model: without the `model` folder of a run and the folder of the runs. */
 const shortModel = (path) => String(path).replace(/\/+$/, "").replace(/\/model$/, "").split("/").slice(-2).join("/").replace(/^runs\//, "");
 
 /** Time since a stalled run's last update. */

@@ -1,4 +1,4 @@
-// A study of `atomrl tune`: its trials, what decides, each key by itself, and what came of it on fresh seeds.
+// A study of `atomrl tune`: verdict, hyperparameter importance, history and slices, trials, final runs.
 import { html, useEffect, useGet, useLive, useThrottled, number, duration, link, Failure, Loading, visible } from "./lib.js";
 import { t } from "./i18n.js";
 
@@ -7,7 +7,7 @@ const HEIGHT = 170;
 const LEFT = 46;
 const BOTTOM = 26;
 
-/** Where a value stands between the least and the largest, from 0 to 1. */
+/** Position of a value between minimum and maximum, from 0 to 1. */
 function scale(values, log) {
   const of = log ? Math.log10 : (value) => value;
   const low = Math.min(...values.map(of));
@@ -17,7 +17,7 @@ function scale(values, log) {
 
 const shown = (value) => (typeof value === "number" ? number(value) : typeof value === "string" ? value : JSON.stringify(value));
 
-/** Mark of a trial; its shape shows the state, too. */
+/** Mark of a trial; its shape shows the state. */
 function Mark({ state, x, y, best }) {
   if (state === "pruned") return html`<path class="mark pruned" d=${`M${x - 4} ${y - 3}h8l-4 7z`} />`;
   if (state === "fail") return html`<path class="mark fail" d=${`M${x - 3.5} ${y - 3.5}l7 7m0 -7l-7 7`} />`;
@@ -25,7 +25,7 @@ function Mark({ state, x, y, best }) {
 }
 
 /**
- * Trials as points: value over a key, or over their number.
+ * Scatter plot of trials: value over a key, or over the trial number.
  * @param {{title: string, trials: any[], of: (trial: any) => any, log?: boolean, choices?: any[], best: number | null, line?: boolean}} props
  */
 function Scatter({ title, trials, of, log, choices, best, line }) {

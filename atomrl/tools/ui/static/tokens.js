@@ -1,16 +1,16 @@
-// The tokens of a completion: coloured by a number that tells them apart, and each number with the line that made it.
+// The tokens of a completion, colored by a recorded value, and how each value enters the loss.
 import { html, h, useState, useEffect, useMemo, useRef, useGet, number, link, tint, Failure, visible } from "./lib.js";
 import { t } from "./i18n.js";
 
-/** By which numbers tokens may be coloured, those first that move the weights. */
+/** Values to color by; those that affect the update come first. */
 const COLOURS = ["ratio", "advantage", "logprob", "entropy", "gap", "reference", "share", "value"];
-/** The numbers of a token, in the order in which one is made of the other. */
+/** The values of a token, in the order of computation. */
 const NUMBERS = ["logprob", "old_logprob", "rollout_logprob", "ref_logprob", "ratio", "advantage", "value", "entropy", "gap", "reference", "loss", "share", "gradient"];
 
-/** The line of a token's loss that a number is in. */
+/** Value -> the line of the loss that it enters. */
 const LINES = { logprob: "ratio", old_logprob: "ratio", rollout_logprob: "correction", ref_logprob: "kl", reference: "kl", ratio: "ratio", advantage: "advantage", value: "critic", entropy: "entropy", loss: "loss", share: "loss", gradient: "gradient" };
 
-/** Distance of a token's number from its neutral value: 1 for a ratio, else 0. */
+/** Distance of a value from its neutral value: 1 for a ratio, else 0. */
 const fromNothing = (name, value) => (value === null || value === undefined ? null : name === "ratio" ? value - 1 : value);
 
 export function Tokens({ run, step, split, place, text }) {
@@ -24,11 +24,11 @@ export function Tokens({ run, step, split, place, text }) {
   const name = names.includes(wanted) ? wanted : names.find((one) => !alike.includes(one)) || names[0];
   const masked = useMemo(() => new Set(numbers ? numbers.masked : []), [found]);
   const clipped = useMemo(() => new Set(numbers ? numbers.clipped : []), [found]);
-  // One tree of spans for as long as nothing but the chosen token changes.
+  // Build the spans once; selecting a token changes only its class.
   const spans = useMemo(() => found && found.ids.map((id, i) => {
     const value = name && !masked.has(i) ? fromNothing(name, numbers.columns[name][i]) : null;
     const marks = `${value === null ? "" : tint(value, numbers.scales[name])} ${clipped.has(i) ? "clipped" : ""} ${masked.has(i) ? "masked" : ""}`;
-    const span = h("span", { "data-i": i, class: marks.trim() }, visible(found.texts ? found.texts[i] : id)); // of thousands: no template
+    const span = h("span", { "data-i": i, class: marks.trim() }, visible(found.texts ? found.texts[i] : id)); // thousands of tokens: no template
     return found.texts ? span : [span, " "];
   }), [found, name]);
   const box = useRef(null);
@@ -42,7 +42,7 @@ export function Tokens({ run, step, split, place, text }) {
   const under = (event) => event.target.closest("span[data-i]");
   const pointed = (event) => {
     const own = under(event);
-    if (own) own.title = said(found, numbers, masked, clipped, Number(own.dataset.i)); // not of thousands beforehand
+    if (own) own.title = said(found, numbers, masked, clipped, Number(own.dataset.i)); // on demand, for thousands of tokens
   };
   const clicked = (event) => under(event) && setAt(Number(under(event).dataset.i));
   const move = (by) => setAt(Math.max(0, Math.min(found.ids.length - 1, (at === null ? -1 : at) + by)));
@@ -70,7 +70,7 @@ export function Tokens({ run, step, split, place, text }) {
 const ODD = /[\u007f-\u00a0\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g;
 const named = (text) => JSON.stringify(text).replace(ODD, (one) => `\\u${one.charCodeAt(0).toString(16).padStart(4, "0")}`);
 
-/** All that is known of a token, in a line. */
+/** Tooltip of a token: all its values in one line. */
 function said(found, numbers, masked, clipped, i) {
   const parts = [`${i}: ${found.texts ? named(found.texts[i]) : ""} ${found.ids[i]}`];
   if (!numbers) return parts[0];
@@ -80,13 +80,13 @@ function said(found, numbers, masked, clipped, i) {
   return parts.join(" · ");
 }
 
-/** The numbers that a token has, by name. */
+/** The values of a token by name. */
 function known(numbers, i) {
   const given = NUMBERS.filter((name) => name in numbers.columns).map((name) => [name, numbers.columns[name][i]]);
   return given.filter(([, value]) => value !== null && value !== undefined);
 }
 
-/** A token's numbers, and how its part of the loss follows from them. */
+/** The values of a token, and how its loss is computed from them. */
 function Numbers({ path, found, masked, clipped, at, move }) {
   const numbers = found.numbers && !masked.has(at) ? found.numbers : null;
   const [told, error, , fresh] = useGet(numbers ? `${path}/${at}` : null, []);
@@ -117,7 +117,7 @@ function Lines({ told, chosen }) {
     <details><summary>${t("whole_equation")}</summary><pre class="text math" tabindex="0">${visible(told.equation)}</pre></details>`;
 }
 
-/** Which colour stands for which number: only the side that there are numbers on. */
+/** Color legend; only the sides that have values. */
 function Legend({ name, values, scale }) {
   const given = values.map((value) => fromNothing(name, value)).filter((value) => value !== null);
   const below = given.some((value) => value < 0);
@@ -128,7 +128,7 @@ function Legend({ name, values, scale }) {
     <small>${number(below ? nothing - scale : nothing)}</small>${levels.map((level) => html`<i class=${level}></i>`)}<small>${number(above ? nothing + scale : nothing)}</small></span>`;
 }
 
-/** A number by the token's place: up where it is above nothing, down where it is below. */
+/** Bar chart of a value by position: up if positive, down if negative. */
 function Strip({ name, values, scale, at, choose }) {
   const path = useMemo(() => values.map((value, i) => {
     const height = scale ? (-18 * (fromNothing(name, value) || 0)) / scale : 0;
