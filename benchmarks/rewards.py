@@ -3,7 +3,7 @@
     python benchmarks/rewards.py [--shared FOLDER] [--only attack speed ...] [--out FILE.json]
 
 1. 200 pathological expressions among 400 ordinary ones, on 2 workers: whether every ordinary score is right, and
-   whether the pool scores the next batch. Then each pathological one alone: how long its call took beyond its time-out.
+   whether the pool scores the next batch. Then 40 pathological ones alone: how long a call took beyond its time-out.
 2. 1,000 ordinary expressions through `boxed` on 2 workers that are up.
 3. 40 completions that carry code through every built-in reward, in processes with an audit hook that records what is
    compiled, run, opened for writing, imported because of it, or started.
@@ -92,8 +92,8 @@ def attack() -> dict[str, Any]:
     after = scored(rewards, [ordinary(n) for n in range(40)])
     whole = all(after[n].reward == ordinary(n)[2] for n in range(40)) and len(rewards.pool.pids) == 2
     rewards.close()
-    with ThreadPoolExecutor(2) as threads:  # two workers at once, as in the batch
-        lengths = [length for part in threads.map(call_seconds, (bombs[::2], bombs[1::2])) for length in part]
+    with ThreadPoolExecutor(2) as threads:  # two workers at once, as in the batch; each gets all kinds
+        lengths = [length for part in threads.map(call_seconds, (bombs[:20], bombs[20:40])) for length in part]
     return {"expressions": 200, "timeout_s": TIMEOUT_S, "ended_as": kinds, "longest_call_s": round(max(lengths), 3),
             "over_limit": sum(length > TIMEOUT_S + 0.5 for length in lengths), "other_scores": 400,
             "other_scores_lost": len(lost), "pool_whole_after": whole, "wall_s": round(wall, 1)}  # fmt: skip
