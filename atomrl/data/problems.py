@@ -463,8 +463,8 @@ class DataProcessor:
     def filter_overlong(self, problems: Sequence[Problem], source: str = "") -> list[Problem]:
         """Return the problems to use.
 
-        With `overlong_prompt: drop` those with prompts over `max_prompt_tokens` are dropped; with `truncate` all are used,
-        and overlong prompts lose their first tokens in `to_prompts`.
+        With `overlong_prompt: drop` those with prompts over `max_prompt_tokens` are dropped; with `truncate` all are
+        used, and overlong prompts lose their first tokens in `to_prompts`.
 
         Args:
             source: name of the data, for a warning if there are overlong prompts; "" for none.

@@ -134,7 +134,7 @@ def unknown(objective: PolicyObjective, rows: Sequence[Mapping[str, Any]]) -> st
         return "The rewards of the greedy completions were not recorded"
     turns = [turn for row in rows for turn in (row.get("episode") or {}).get("turns") or ()]
     if any(turn.get("reward") is not None for turn in turns):
-        return "They depend on the rewards of turns"
+        return "They depend on the rewards of an episode's turns"
     return None
 
 
