@@ -33,7 +33,9 @@ from atomrl.objectives.base import choices_of
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "atomrl" / "tools" / "ui" / "static" / "keys.json"
-VALUES = {"null", "true", "auto", "truncate", "error", "kept", "colocated", "native", "llama", "tensorboard", "runs", "max"}
+VALUES = {
+    "null", "true", "auto", "truncate", "error", "kept", "colocated", "native", "llama", "tensorboard", "runs", "max",
+}  # fmt: skip
 """Words with which a description begins that are a key's value, and stay as they are."""
 BOUNDS = {"ge": "least", "gt": "above", "le": "most", "lt": "below"}
 KINDS = {bool: "boolean", int: "integer", float: "number", str: "text"}
