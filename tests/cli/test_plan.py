@@ -1,5 +1,6 @@
 """`atomrl plan`: whether it fits is said by the exit code, and a probe leaves nothing."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -164,6 +165,17 @@ def test_without_weights_random_ones_are_measured(folder, capsys):
     assert measured.random_weights and len(measured.steps) == 1 and measured.peak_bytes > 2**20
     assert main(["plan", "c.yaml", "model.path=shape", "--signal", "2"]) == 2
     assert "weights are not on this machine" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_probe_of_a_run_finds_the_functions_of_the_run(folder, monkeypatch):
+    (folder / "run").mkdir()
+    data = {name: str(folder / f"{name}.jsonl") for name in ("train", "eval")}
+    tree = CONFIG | {"model": CONFIG["model"] | {"path": str(folder / "model")}, "data": CONFIG["data"] | data}
+    (folder / "run/config.yaml").write_text(json.dumps(tree))
+    (folder / "run/env.json").write_text(json.dumps({"functions_in": [str(folder)]}))
+    monkeypatch.chdir(folder / "run")
+    assert len(measure(load_config(folder / "run"), {"train": {"steps": 1}}).steps) == 1
 
 
 @pytest.mark.slow
