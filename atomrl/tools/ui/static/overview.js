@@ -107,7 +107,7 @@ function Writes({ run }) {
   if (!found || found.step === null) return null;
   const scale = Math.max(1e-9, ...[...found.newest, ...found.worst].map((row) => Math.abs(row.advantage || 0)));
   return html`<section class="writes"><h2>${t("what_it_writes")} <small>${t("step_no", { n: found.step })} · ${t("n_completions", { n: found.completions.toLocaleString() })} · ${t("mean_reward", { value: number(found.mean) })}${run.status === "running" ? ` · ${t("live")}` : ""}</small></h2>
-    <div class=${found.worst.length ? "two" : ""}><div><h3>${t("newest")} <small>${t("newest_hint")}</small></h3><ul class="samples two">${found.newest.map((row) => html`<${Sample} key=${`${row.step} ${row.place}`} run=${run} row=${row} scale=${scale} />`)}</ul></div>
+    <div class=${found.worst.length ? "two" : ""}><div><h3>${t("first_ones")} <small>${t("first_ones_hint")}</small></h3><ul class="samples two">${found.newest.map((row) => html`<${Sample} key=${`${row.step} ${row.place}`} run=${run} row=${row} scale=${scale} />`)}</ul></div>
       ${found.worst.length ? html`<div><h3>${t("worst")} <small>${t("worst_hint")}</small></h3><ul class="samples two">${found.worst.map((row) => html`<${Sample} key=${`${row.step} ${row.place}`} run=${run} row=${row} scale=${scale} />`)}</ul></div>`
         : html`<p class="faint">${found.mean === null ? t("no_rewards") : t("none_worse", { value: number(found.mean) })}</p>`}</div></section>`;
 }
