@@ -152,8 +152,8 @@ def write_fit(file: Path, overrides: Sequence[str], chosen: Sequence[Trade], tit
     head += [f"#   {trade}: {trade.price}" for trade in chosen]
     text = "\n".join(head) + "\n" + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
     try:
-        with out.open("x", encoding="utf-8") as file:
-            file.write(text)
+        with out.open("x", encoding="utf-8") as stream:
+            stream.write(text)
     except FileExistsError:
         raise ConfigError(f"{out} already exists; remove it, or set --out") from None
 
