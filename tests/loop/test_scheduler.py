@@ -360,9 +360,7 @@ def is_long(group, version):
     return 8 * (version + 1) if group == 0 else math.inf
 
 
-@pytest.mark.parametrize(
-    "policy, expected", [("keep", {(0, 1, 2), (0, 2)}), ("abort", {(2,)}), ("wait", {(0,)})]
-)
+@pytest.mark.parametrize("policy, expected", [("keep", {(0, 1, 2), (0, 2)}), ("abort", {(2,)}), ("wait", {(0,)})])
 def test_updates_in_flight(tmp_path, policy, expected):
     """Group 0 takes long: its tokens are of several versions, of the newest alone, or of the oldest alone."""
     parts = make_parts(tmp_path, lambda problem, index: "x" * (20 if problem.problem_id == "0" else 1), by_index)
