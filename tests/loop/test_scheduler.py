@@ -124,7 +124,7 @@ def handed_out(scheduler, groups):
     return position, Counter([names[group[0].prompt_id] for group in groups] + [place for place, _ in pending])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**32),
     bound=st.integers(0, 3),

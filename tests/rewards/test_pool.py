@@ -107,7 +107,7 @@ def test_a_wrong_number_of_values_is_no_value_for_any():
     assert "returned 1 values for 2 completions" in result[0].reward_failures[0].message
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[*HealthCheck])
 @given(seed=st.integers(0, 2**32), sizes=st.lists(st.integers(0, 5), min_size=1, max_size=6))
 def test_permutations_drops_and_failures_never_give_a_completion_anothers_reward(by_row, seed, sizes):
     rng = random.Random(seed)
