@@ -277,28 +277,31 @@ def test_no_worker_outlives_the_process(state, number):
 
 
 def test_a_slow_group_holds_up_no_other(tmp_path):
-    """One of two workers takes its calls one after another; the other one is free for other groups."""
+    """Once others wait, one of two workers takes its calls one after another, and the other one theirs."""
     rewards = build("obey_score", timeout_s=600.0, workers=2, patience=None)
-    rewards(rollouts({"a": ["1"] * 4}))
-    scores, go_on = {}, tmp_path / "go on"
+    scores, first, second = {}, tmp_path / "first", tmp_path / "second"
 
     def score(name, texts):
         scores[name] = values(rewards(rollouts({name: texts}), judge=False))
 
-    slow = threading.Thread(target=score, args=("slow", [str(go_on)] * 3))
-    slow.start()
-    time.sleep(0.3)  # it may have both workers, were it alone
-    fast = [threading.Thread(target=score, args=(f"fast{n}", [f"{n}.{k}" for k in range(8)])) for n in range(3)]
-    for thread in fast:
+    calls = {"slow": [str(first)] * 2 + [str(second)] * 2}
+    calls |= {f"fast{n}": [f"{n}.{k}" for k in range(8)] for n in range(3)}
+    threads = [threading.Thread(target=score, args=call) for call in calls.items()]
+    threads[0].start()
+    assert wait_until(lambda: len(rewards.pool.pids) == 2), "alone it has both"
+    for thread in threads[1:]:
         thread.start()
-    for thread in fast:
-        thread.join(120)
-    ended = dict(scores)
-    go_on.touch()
-    slow.join(120)
+    assert wait_until(lambda: len(rewards.pool._dispatcher.batches) == 4)
+    first.touch()
+    ended = wait_until(lambda: len(scores) == 3) and set(scores)
+    second.touch()
+    for thread in threads:
+        thread.join()
     rewards.close()
-    assert ended == {f"fast{n}": (tuple(float(f"{n}.{k}") for k in range(8)),) for n in range(3)}
-    assert scores["slow"] == ((1.0,) * 3,)
+    assert ended == {"fast0", "fast1", "fast2"}
+    assert scores == {"slow": ((1.0,) * 4,)} | {
+        f"fast{n}": (tuple(float(f"{n}.{k}") for k in range(8)),) for n in range(3)
+    }
 
 
 def test_closing_ends_the_calls_under_way():

@@ -437,7 +437,7 @@ def test_a_server_that_ends_while_it_starts_is_named_with_its_last_words(folder,
 
 
 def test_a_process_is_ended_with_all_it_has_started(monkeypatch):
-    monkeypatch.setattr("atomrl.engines.http._GRACE_S", 600.0)  # which only one that is deaf is given
+    monkeypatch.setattr("atomrl.engines.http._GRACE_S", 120.0)  # which only one that is deaf takes
     code = "import subprocess as s, sys; p = s.Popen([sys.executable, '-c', 'import time; time.sleep(99)']);"
     code += "print(p.pid, flush=True); p.wait()"
     process = ServerProcess(lambda port: ([sys.executable, "-c", code], {}))
@@ -445,7 +445,9 @@ def test_a_process_is_ended_with_all_it_has_started(monkeypatch):
         time.sleep(0.05)
     child = int(process.tail())
     assert alive(child)
+    began = time.monotonic()
     process.end()
+    assert time.monotonic() - began < 60, "as if it was deaf"
     end = time.monotonic() + 120
     while alive(child) and time.monotonic() < end:
         time.sleep(0.05)
