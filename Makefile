@@ -156,7 +156,7 @@ test: .venv/installed-test
 
 # Every combination of ranks, faults with long waits, all notebooks and pages too: CI does so each night.
 test-all: .venv/installed-test
-	$(BIN)/python -m pytest $(PARALLEL)
+	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile=others
 
 # Twenty mistakes in a copy of the package, one at a time: `make test` must notice each.
 mutations: .venv/installed-test

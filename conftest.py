@@ -18,6 +18,15 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start, too
 import torch  # after that
 
 torch.set_num_threads(1)
+if find_spec("hypothesis") is not None:
+    from hypothesis import HealthCheck, settings
+
+    # No limit on the time of an example, which a busy machine may take, and the same examples in each run: a new failure
+    # is then the change's. All tests together (`make test-all`) try others each time.
+    anywhere = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+    settings.register_profile("same", derandomize=True, **anywhere)
+    settings.register_profile("others", **anywhere)
+    settings.load_profile("same")
 if find_spec("triton") is None:  # their doctests cannot be looked for
     collect_ignore = ["atomrl/engines/triton_kernels.py", "atomrl/engines/triton_kernels.py"]
 if not torch.cuda.is_available():  # before anything imports Triton, whose kernels can then be run

@@ -212,7 +212,7 @@ def ended(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def left_behind(session: int, patience_s: float = 10.0) -> list[str]:
+def left_behind(session: int, patience_s: float = 60.0) -> list[str]:
     """Processes of a session that are still there some time after its leader's death."""
     deadline = time.monotonic() + patience_s
     while True:

@@ -44,10 +44,12 @@ def test_temporary_files_of_killed_processes_are_removed(parent):
     (left / "within").mkdir()
     for folder in (left, used, other):
         of_long_ago(folder)
+    os.utime(just_left)
     new = TemporaryFolder("test")
     assert sorted(parent.iterdir()) == sorted([just_left, used, other, new.path])
     holders[2].kill()
     holders[2].wait()
+    os.utime(just_left)
     again = TemporaryFolder("test")
     assert sorted(parent.iterdir()) == sorted([just_left, other, new.path, again.path])
     new.close()

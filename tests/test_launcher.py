@@ -34,7 +34,7 @@ def test_a_server_is_started_without_it(under_launcher):
     code = "import json, os; print(json.dumps(dict(os.environ)))"
     server = ServerProcess(lambda port: ([sys.executable, "-c", code], {}))
     try:
-        assert server.process.wait(30) == 0
+        assert server.process.wait(300) == 0
         check(json.loads(server.output.read_text()))
     finally:
         server.end()

@@ -53,7 +53,7 @@ def test_equal_rewards_and_single_completions_give_exactly_zero(mode, value):
 
 @pytest.mark.parametrize("mode", MODES)
 @given(data=st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_the_order_of_rows_does_not_matter(mode, data):
     size = data.draw(st.integers(1, 12))
     rewards = torch.tensor(data.draw(st.lists(st.floats(-5, 5, width=32), min_size=size, max_size=size)))

@@ -34,7 +34,7 @@ def rows(draw):
 
 
 @given(data=rows(), gamma=st.floats(0, 1), lam=st.floats(0, 1))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_gae_is_its_definition_over_the_tokens_that_the_model_wrote(data, gamma, lam):
     rewards, values, mask = data
     ours = gae(rewards, values, mask, gamma, lam)
@@ -46,7 +46,7 @@ def test_gae_is_its_definition_over_the_tokens_that_the_model_wrote(data, gamma,
 
 
 @given(data=rows(), gamma=st.floats(0, 1))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_returns_are_their_definition(data, gamma):
     rewards, _, mask = data
     ours = discounted_returns(rewards, mask, gamma)

@@ -25,7 +25,7 @@ def grouped(draw):
 
 
 @given(data=grouped())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_against_a_loop_over_the_members(data):
     rewards, ids = data
     for i in range(len(rewards)):
@@ -41,7 +41,7 @@ def test_against_a_loop_over_the_members(data):
 
 @pytest.mark.parametrize("statistic", STATISTICS)
 @given(data=grouped(), random=st.randoms())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_the_order_of_rows_does_not_matter(statistic, data, random):
     rewards, ids = data
     order = list(range(len(ids)))

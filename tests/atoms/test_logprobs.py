@@ -45,7 +45,7 @@ def test_gradients_by_finite_differences(chunk, which):
     assert torch.autograd.gradcheck(compute, (hidden, head))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     tokens=st.integers(1, 9),
     vocabulary=st.integers(2, 40),

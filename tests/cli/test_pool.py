@@ -124,7 +124,7 @@ def test_trainer_and_producer_at_once(folder, capsys):
             time.sleep(0.3)
         finally:
             producer.terminate()
-            out, errors = producer.communicate(timeout=60)
+            out, errors = producer.communicate(timeout=600)
     assert producer.returncode == 0, errors
     rows = read_metrics(folder / "runs" / "first" / "metrics.jsonl")
     assert len(rows) == 25 and all(row["pool/staleness_max"] <= 3 for row in rows)

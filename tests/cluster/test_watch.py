@@ -51,42 +51,63 @@ def watched(monkeypatch, server):
 
 
 def silent(watch):
-    for _ in range(200):
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
         time.sleep(0.05)
         watch.check()
 
 
+def until_it_answers(watch):
+    """On a busy machine also an answer of a healthy server comes too late at times."""
+    end = time.monotonic() + 60
+    while True:
+        try:
+            return watch.check(0.0)
+        except RayHangs:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
 def test_a_silent_server_is_named_and_may_come_back(watched, server):
     time.sleep(0.5)
-    watched.check(0.0)
+    until_it_answers(watched)
     server.speaks = False
     with pytest.raises(RayHangs, match=f"server.*{server.address}.*not answered"):
         silent(watched)
     time.sleep(0.5)  # nobody waits inside of a call, so this process goes on
     server.speaks = True
-    time.sleep(0.5)
-    watched.check(0.0)
+    until_it_answers(watched)
 
 
 def test_calls_that_may_take_as_long_are_waited_for(watched, server):
     server.speaks = False
-    with watched.inside(60.0), pytest.raises(RayHangs):
+    with watched.inside(600.0), pytest.raises(RayHangs):
         silent(watched)
     time.sleep(0.5)
 
 
-def test_one_answer_that_is_missed_is_no_silence(monkeypatch, server):
-    monkeypatch.setattr(module, "CHECK_EVERY_S", 0.05)
-    watch = Watch({"the server": server.address}, 0.01, lambda: None)
-    for misses in (1, 2):
-        server.speaks = False
-        while watch.misses["the server"] < misses:
+def test_answers_that_are_missed_once_or_twice_are_no_silence(monkeypatch):
+    answers, said, begun = [True, False, True, False, False, True, False, False, False], [], threading.Event()
+
+    def speaks(address, timeout_s):
+        """Answer as it is written, and note what is said of the answers before."""
+        begun.wait()
+        try:
             watch.check(0.0)
-            time.sleep(0.005)
-        server.speaks = True
-        while watch.misses["the server"]:
-            time.sleep(0.005)
+        except RayHangs as error:
+            said.append((len(answers), str(error)))
+        if answers and not answers.pop(0):
+            raise TimeoutError
+        return True
+
+    monkeypatch.setattr(module, "CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr(module, "speaks_http2", speaks)
+    watch, end = Watch({"the server": "127.0.0.1:9"}, 60.0, lambda: None), time.monotonic() + 60
+    begun.set()
+    while not said and time.monotonic() < end:
+        time.sleep(0.01)
     watch.close()
+    assert [(left, "the server" in words) for left, words in said] == [(0, True)], "after the third in a row"
 
 
 def test_a_process_that_has_ended_is_left_to_ray(watched, server):
@@ -110,10 +131,10 @@ if len(sys.argv) > 1:
     sys.stderr.close()
 watcher = watch.Watch({"gcs_server": server.address}, 0.2, lambda: print("gives up", flush=True))
 with watcher.inside():
-    time.sleep(60)
+    time.sleep(600)
 """
     command = [sys.executable, "-c", program, *([] if reader else ["closed"])]
-    completed = subprocess.run(command, stdout=subprocess.PIPE, stderr=reader, text=True, timeout=50)
+    completed = subprocess.run(command, stdout=subprocess.PIPE, stderr=reader, text=True, timeout=500)
     assert completed.returncode == 1 and completed.stdout == "gives up\n"
     if reader:
         assert completed.stderr.startswith("error: gcs_server (127.0.0.1:") and "has not answered" in completed.stderr

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import socket
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -118,6 +120,8 @@ class FakeSGLang:
         self.groups: dict[str, Any] = {}
         self.came: set[str] | None = None
         """Names of the weights of a session."""
+        self.most = math.inf
+        """How many tokens a request has at most, until a test raises it."""
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.calls: list[str] = []
@@ -133,7 +137,7 @@ class FakeSGLang:
     def close(self) -> None:
         """As if it was killed: what is under way gets no answer."""
         with self.wakes:
-            self.alive = False
+            self.alive = self.hangs = False
             for request in self.running + self.waiting:
                 request.done.set()
             self.wakes.notify_all()
@@ -148,13 +152,33 @@ class FakeSGLang:
     def work(self) -> None:
         while self.alive:
             with self.wakes:
-                self.wakes.wait_for(lambda: not self.alive or (not self.paused and (self.running or self.waiting)))
+                self.wakes.wait_for(lambda: not self.alive or (not self.paused and (self.drawable() or self.waiting)))
                 self.running += self.waiting
                 self.waiting.clear()
-                for adapter in {request.adapter for request in self.running} if self.alive else ():
-                    self.step([request for request in self.running if request.adapter == adapter])
+                rows = self.drawable()
+                for adapter in {request.adapter for request in rows} if self.alive else ():
+                    self.step([request for request in rows if request.adapter == adapter])
                 self.running = [request for request in self.running if request.reason is None]
             time.sleep(0.001)  # else no other thread would ever have the lock
+
+    def drawable(self) -> list[Request]:
+        return [request for request in self.running if len(request.drawn) < self.most]
+
+    @contextmanager
+    def at_most(self, tokens: int) -> Iterator[None]:
+        """Draw at most so many tokens of a request until the block ends, however long that takes."""
+        self.most = tokens
+        try:
+            yield
+        finally:
+            with self.wakes:
+                self.most = math.inf
+                self.wakes.notify_all()
+
+    def wait_for_tokens(self, requests: int) -> None:
+        """Wait until so many requests have the tokens of `at_most`."""
+        while len(self.running) < requests or self.drawable():
+            time.sleep(0.005)
 
     @torch.inference_mode()
     def step(self, requests: list[Request]) -> None:

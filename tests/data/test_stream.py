@@ -18,7 +18,7 @@ def make_problems(count: int) -> list[Problem]:
     return [Problem(problem_id=f"s{n}", prompt=f"p{n}", ground_truth=n, columns={"n": n}) for n in range(count)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(size=st.integers(1, 12), batches=st.lists(st.integers(0, 9), max_size=12), seed=st.integers(0, 99),
        shuffle=st.booleans())  # fmt: skip
 def test_each_sample_exactly_once_an_epoch(size, batches, seed, shuffle):
@@ -32,7 +32,7 @@ def test_each_sample_exactly_once_an_epoch(size, batches, seed, shuffle):
         assert Counter(chunk) == Counter(f"{epoch}:s{n}" for n in range(size))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(size=st.integers(1, 12), position=st.integers(0, 50), seed=st.integers(0, 99), shuffle=st.booleans())
 def test_any_position_resumes(size, position, seed, shuffle):
     whole = PromptStream(make_problems(size), seed, shuffle)

@@ -202,7 +202,7 @@ def read_notes(folder: Path) -> list[dict]:
 def in_replicas(folder, tmp_path, request):
     if find_spec("ray") is None:
         pytest.skip("Ray is not installed; `make distributed` has it")
-    config = ClusterConfig(replicas=2, timeout_s=60, resources={"rollout": {"num_cpus": 0.1}})
+    config = ClusterConfig(replicas=2, timeout_s=600, resources={"rollout": {"num_cpus": 0.1}})
     with closing(RayCluster(config, ["rollout"])) as cluster:
         engine = ReplicatedEngine(partial(build, folder, tmp_path), cluster)
         with closing(over(engine, folder, **getattr(request, "param", {}))) as episodes:

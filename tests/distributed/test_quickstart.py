@@ -23,7 +23,7 @@ def test_vllm_in_an_actor_trains(vllm, tmp_path):
     small = [f"model.path={model}", f"output_dir={tmp_path}", "data.train_size=64", "data.eval=null"]
     small += ["rollout.prompts_per_step=4", "train.steps=4", "train.learning_rate=0.05", "train.warmup_ratio=0"]
     reward = "reward.functions=[{function: tests.distributed.test_replicas.even_tokens}]"
-    apart = ["rollout.engine=vllm", "cluster.replicas=1", "cluster.timeout_s=120"]
+    apart = ["rollout.engine=vllm", "cluster.replicas=1", "cluster.timeout_s=600"]
     assert main(["train", str(QUICKSTART), *small, reward, *apart]) == 0
     run = tmp_path / "quickstart"
     rows = [row for row in read_metrics(run / "metrics.jsonl") if "training/rollout_probs_diff_mean" in row]

@@ -50,7 +50,7 @@ def cluster(**settings) -> RayCluster:
 
 @pytest.fixture
 def engine(folder):
-    with closing(cluster(replicas=2, timeout_s=60)) as started:
+    with closing(cluster(replicas=2, timeout_s=600)) as started:
         yield ReplicatedEngine(partial(build, str(folder)), started)
 
 

@@ -39,7 +39,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def cluster():
-    config = ClusterConfig(resources={"reward": {"num_cpus": 0.1}}, timeout_s=120)
+    config = ClusterConfig(resources={"reward": {"num_cpus": 0.1}}, timeout_s=600)
     cluster = RayCluster(config, ["reward"], "cpu")
     yield cluster
     cluster.close()
@@ -91,7 +91,7 @@ def test_a_hanging_reward_actor_is_named_and_replaced(folder, cluster, moved):
     failures = [failure for item in scored for failure in item.reward_failures]
     assert len(failures) == 5 and {failure.kind for failure in failures} == {"timeout"}
     assert f"reward (pid {stopped} on 127.0.0.1) has not answered for 2 s" in failures[0].message
-    cluster.config = cluster.config.model_copy(update={"timeout_s": 120.0})
+    cluster.config = cluster.config.model_copy(update={"timeout_s": 600.0})
     assert values(moved(rollouts(BATCH))) == expected
 
 

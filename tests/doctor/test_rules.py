@@ -286,7 +286,7 @@ def test_enough_runs_are_recorded():
 VALUE = st.none() | st.floats(-1e6, 1e6) | st.sampled_from([0.0, 1.0, 1e-300])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.dictionaries(st.sampled_from(sorted(NAMES.values())), VALUE), max_size=30))
 def test_no_row_is_too_odd(metrics):
     """A run must not die of its doctor; and what it says does not depend on when it is asked."""

@@ -158,11 +158,19 @@ def closes(problem):
     return 1.0
 
 
-async def two_at_once(problem, say):
-    """Does not wait for the model."""
+async def two_at_once(problem, say, *, refused):
+    """Does not wait for the model; makes the file `refused` when it is told so."""
     import asyncio
+    from pathlib import Path
 
-    await asyncio.gather(say("a"), say("b"))
+    async def says(text):
+        try:
+            await say(text)
+        except Exception:
+            Path(refused).touch()
+            raise
+
+    await asyncio.gather(says("a"), says("b"))
 
 
 def forks(problem):

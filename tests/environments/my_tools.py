@@ -48,7 +48,7 @@ def meet(name: str) -> str:
     Args:
         name: who comes
     """
-    together.wait(10)
+    together.wait(60)
     return f"{name} came"
 
 
@@ -261,7 +261,7 @@ def called(name, /, **arguments):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def wait_until(condition, limit_s=10.0):
+def wait_until(condition, limit_s=120.0):
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end

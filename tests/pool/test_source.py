@@ -87,7 +87,7 @@ def test_an_empty_pool_ends_the_wait_with_what_is_in_it(make):
 
 
 def test_a_step_waits_for_what_comes_late(make, tmp_path):
-    source = make(timeout_s=20)
+    source = make(timeout_s=120)
     source.pool.put([group(1)])
 
     def later():

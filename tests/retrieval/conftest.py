@@ -72,7 +72,7 @@ def served(*arguments: str) -> Iterator[str]:
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            assert process.wait(10) == 0
+            assert process.wait(120) == 0
         finally:
             process.kill()
             process.stdout.close()
@@ -83,7 +83,7 @@ def post(url: str, body, path: str = "/retrieve", headers=()) -> tuple[int, dict
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     request = urllib.request.Request(url + path, data, {"Content-Type": "application/json", **dict(headers)})
     try:
-        with urllib.request.urlopen(request, timeout=20) as response:
+        with urllib.request.urlopen(request, timeout=120) as response:
             return response.status, json.loads(response.read())
     except urllib.error.HTTPError as error:
         with error:
@@ -91,11 +91,11 @@ def post(url: str, body, path: str = "/retrieve", headers=()) -> tuple[int, dict
 
 
 def get(url: str, path: str) -> dict:
-    with urllib.request.urlopen(url + path, timeout=20) as response:
+    with urllib.request.urlopen(url + path, timeout=120) as response:
         return json.loads(response.read())
 
 
-def until(condition, seconds: float = 20.0) -> None:
+def until(condition, seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end

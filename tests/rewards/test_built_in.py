@@ -97,7 +97,7 @@ def test_boxed_by_hand():
 
 def test_boxed_runs_in_workers():
     pytest.importorskip("math_verify")
-    rewards = build_rewards(RewardConfig(functions=[{"function": "boxed", "timeout_s": 5}]))
+    rewards = build_rewards(RewardConfig(functions=[{"function": "boxed", "timeout_s": 120}]))
     texts = [f"\\boxed{{{text}}}" for text in ("7", "9^{9^{9^9}}", "x")]
     result = rewards(rollouts({"7": texts, "x": ["\\boxed{x}"] * 20}))
     rewards.close()

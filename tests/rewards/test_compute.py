@@ -62,7 +62,7 @@ def identity(prompts, completions, ground_truth, data_source, tag, **columns):
     ]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(sizes=st.lists(st.integers(0, 4), min_size=1, max_size=6), seed=st.integers(0, 2**32))
 def test_permutations_never_misalign_a_reward(sizes, seed):
     rng = random.Random(seed)

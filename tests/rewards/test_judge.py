@@ -179,12 +179,15 @@ def test_an_answer_that_is_no_completion_is_asked_for_again_where_the_judge_has_
     assert values(rewards(rollouts({"a": ["y"]}))) == ((7.0,),)
 
 
+LATE = slow(30, drop)
+
+
 @pytest.mark.parametrize(("deed", "answered"), [
-    (drop, False), (slow(30, drop), False), (judgement('{"score": 7}', used=None), True),
+    (drop, False), (LATE, False), (judgement('{"score": 7}', used=None), True),
 ])  # fmt: skip
 def test_requests_of_unknown_cost_count_in_full(build, service, deed, answered, caplog):
     service.deeds = [deed]
-    rewards = build(timeout_s=2.0, **PRICES)
+    rewards = build(timeout_s=2.0 if deed is LATE else 20.0, **PRICES)
     rewards(rollouts({"a": ["x"]}))
     size = len(json.dumps(service.requests[0][1], ensure_ascii=False).encode())
     most = ((size + 256) * 10.0 + 512 * 100.0) / 1e6

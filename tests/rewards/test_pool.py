@@ -38,7 +38,7 @@ def by_row():
 
 @pytest.fixture(scope="module")
 def impatient():
-    rewards = build("obey_score", timeout_s=1.0)
+    rewards = build("obey_score", timeout_s=3.0)
     yield rewards
     rewards.close()
 
@@ -47,7 +47,7 @@ def kinds(result):
     return {(t.problem.problem_id, t.index): f.kind for t in result for f in t.reward_failures}
 
 
-def wait_until(condition, seconds=60):
+def wait_until(condition, seconds=120):
     patience = time.monotonic() + seconds
     while not condition() and time.monotonic() < patience:
         time.sleep(0.02)
@@ -84,7 +84,7 @@ def test_each_misdeed_has_its_outcome_and_costs_no_other_score(impatient):
 
 @pytest.mark.parametrize("function", ["obey", "Obedient"])
 def test_a_call_with_the_whole_batch_that_fails_is_done_again_one_by_one(function):
-    rewards = build(function, timeout_s=2.0)
+    rewards = build(function, timeout_s=3.0)
     try:
         result = rewards(rollouts({"a": ["1", "raise", "2"], "b": ["3"]}))
         assert values(result) == ((1.0, None, 2.0), (3.0,)) and kinds(result) == {("a", 1): "error"}
@@ -107,7 +107,7 @@ def test_a_wrong_number_of_values_is_no_value_for_any():
     assert "returned 1 values for 2 completions" in result[0].reward_failures[0].message
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[*HealthCheck])
 @given(seed=st.integers(0, 2**32), sizes=st.lists(st.integers(0, 5), min_size=1, max_size=6))
 def test_permutations_drops_and_failures_never_give_a_completion_anothers_reward(by_row, seed, sizes):
     rng = random.Random(seed)
@@ -230,7 +230,7 @@ def test_a_users_file_hides_none_of_pythons_modules(tmp_path):
         "print(values(rewards(rollouts({'a': ['x']}))))"
     )
     command = [sys.executable, "-c", script, str(tmp_path)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=600)
     assert done.stdout == "((1.0,),)\n", done.stderr
 
 
@@ -276,29 +276,32 @@ def test_no_worker_outlives_the_process(state, number):
     assert wait_until(lambda: not any(map(alive, pids)))
 
 
-def test_a_slow_group_holds_up_no_other():
-    """One of two workers takes its calls one after another; the other one is free for other groups."""
-    rewards = build("obey_score", timeout_s=2.0, workers=2, patience=None)
-    rewards(rollouts({"a": ["1"] * 4}))
-    ended = {}
+def test_a_slow_group_holds_up_no_other(tmp_path):
+    """Once others wait, one of two workers takes its calls one after another, and the other one theirs."""
+    rewards = build("obey_score", timeout_s=600.0, workers=2, patience=None)
+    scores, first, second = {}, tmp_path / "first", tmp_path / "second"
 
     def score(name, texts):
-        scores = values(rewards(rollouts({name: texts}), judge=False))
-        ended[name] = (time.monotonic(), scores)
+        scores[name] = values(rewards(rollouts({name: texts}), judge=False))
 
-    slow = threading.Thread(target=score, args=("slow", ["hang"] * 3))
-    slow.start()
-    time.sleep(0.3)
-    fast = [threading.Thread(target=score, args=(f"fast{n}", [f"{n}.{k}" for k in range(8)])) for n in range(3)]
-    for thread in fast:
+    calls = {"slow": [str(first)] * 2 + [str(second)] * 2}
+    calls |= {f"fast{n}": [f"{n}.{k}" for k in range(8)] for n in range(3)}
+    threads = [threading.Thread(target=score, args=call) for call in calls.items()]
+    threads[0].start()
+    assert wait_until(lambda: len(rewards.pool.pids) == 2), "alone it has both"
+    for thread in threads[1:]:
         thread.start()
-    for thread in [*fast, slow]:
+    assert wait_until(lambda: len(rewards.pool._dispatcher.batches) == 4)
+    first.touch()
+    ended = wait_until(lambda: len(scores) == 3) and set(scores)
+    second.touch()
+    for thread in threads:
         thread.join()
-    assert ended.pop("slow")[0] - max(when for when, _ in ended.values()) > 1.0
-    assert [how for _, how in ended.values()] == [
-        (tuple(float(f"{name[4:]}.{k}") for k in range(8)),) for name in ended
-    ]
     rewards.close()
+    assert ended == {"fast0", "fast1", "fast2"}
+    assert scores == {"slow": ((1.0,) * 4,)} | {
+        f"fast{n}": (tuple(float(f"{n}.{k}") for k in range(8)),) for n in range(3)
+    }
 
 
 def test_closing_ends_the_calls_under_way():
@@ -315,7 +318,7 @@ def test_closing_ends_the_calls_under_way():
     thread.start()
     assert wait_until(lambda: len(rewards.pool.pids) == 2)
     rewards.close()
-    thread.join(20)
+    thread.join(120)
     assert errors == ["the rewards were closed while they were computed"] and rewards.pool.pids == []
 
 
@@ -330,12 +333,13 @@ def test_a_reward_in_this_process_is_called_by_one_thread_at_a_time():
         return [1.0] * len(completions)
 
     class Waits:
-        concurrent = True
+        concurrent, together = True, threading.Barrier(4)
 
         def __call__(self, prompts, completions, **columns):
+            self.together.wait(120)
             return alone(prompts, completions, **columns)
 
-    for function, expected in ((alone, 1), (Waits(), 4)):
+    for function in (alone, Waits()):
         rewards = build_rewards(RewardConfig(functions=[{"function": "local"}]), {"local": function})
         threads = [threading.Thread(target=rewards, args=(rollouts({"a": ["x"]}), False)) for _ in range(4)]
         most.clear()
@@ -343,5 +347,5 @@ def test_a_reward_in_this_process_is_called_by_one_thread_at_a_time():
             thread.start()
         for thread in threads:
             thread.join()
-        assert max(most) == expected
+        assert len(most) == 4 and (function is not alone or max(most) == 1)
         rewards.close()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -78,12 +79,17 @@ def drawn(engine, sampling=SHORT):
     return [response(trajectory) for trajectory in generate(engine, PROMPTS, sampling)]
 
 
-def submit_long(engine, fake):
-    """Two completions of 150 tokens, of which some are drawn."""
-    long = SamplingParams(completions_per_prompt=2, max_completion_tokens=150, ignore_eos=True)
-    engine.submit(requests_of(PROMPTS[0], long))
-    while not fake.running or len(fake.running[0].drawn) < 5:
-        time.sleep(0.005)
+@contextmanager
+def under_way(engine, fake, prompts=PROMPTS[:1], **sampling):
+    """Requests of a server which have five tokens each, and get no more until the block ends."""
+    requests = [one for prompt in prompts for one in requests_of(prompt, SamplingParams(ignore_eos=True, **sampling))]
+    with fake.at_most(5):
+        engine.submit(requests)
+        fake.wait_for_tokens(len(requests))
+        yield requests
+
+
+TWO_LONG = {"completions_per_prompt": 2, "max_completion_tokens": 150}
 
 
 def scaled(folder, factor):
@@ -115,27 +121,15 @@ def test_seeds_are_said_to_be_ignored_where_one_server_ignores_them(fakes, conne
 
 
 def test_a_server_that_hangs_is_named_within_its_time(fakes, connect):
+    """And not asked to give up what it holds, which would take a second timeout."""
     fake = fakes()
-    engine = connect(fake, timeout_s=4.0)  # which it has for its first answers, too
+    engine = connect(fake)
+    for pool in engine.client.pools:
+        pool.timeout = 1.0  # from here on: a busy machine takes its time for the first answers
     fake.hangs = True
-    start = time.monotonic()
-    with pytest.raises(TimeoutError, match=f"{fake.url}.*/generate"):
-        engine.submit(requests_of(PROMPTS[0], SHORT))
-        engine.poll()
-    assert time.monotonic() - start < 19
-    fake.hangs = False
-
-
-def test_a_server_that_hangs_is_not_asked_to_give_up_what_it_holds(fakes, connect):
-    """Aborting its requests would take a second timeout."""
-    fake = fakes()
-    engine = connect(fake, timeout_s=4.0)
-    fake.hangs = True
-    start = time.monotonic()
     with pytest.raises(TimeoutError, match=f"{fake.url}.*/generate"):
         generate(engine, PROMPTS, SHORT)
-    assert time.monotonic() - start < 8
-    fake.hangs = False
+    assert "/generate" in fake.calls and "/abort_request" not in fake.calls
 
 
 @pytest.mark.parametrize("said", [[], None, [{"start": 0, "end": 7}]])
@@ -159,8 +153,8 @@ def test_a_server_that_another_run_gives_weights_is_refused(fakes, connect, fold
     """Its version 0 is not ours, whatever the number."""
     fake = fakes()
     engine = connect(fake)
-    submit_long(engine, fake)
-    connect(fake)
+    with under_way(engine, fake, **TWO_LONG):
+        connect(fake)
     message = (
         rf"SGLangEngine at {fake.url} sampled with weights that another run sent to it .*each run needs its own servers"
     )
@@ -213,15 +207,13 @@ def test_requests_of_a_server_that_comes_back_are_done_again_with_the_current_we
     engine = connect(fake)
     engine.update_weights(WeightUpdate(version=4, tensors=scaled(folder, 0.9)))
     expected = drawn(engine, LONG)
-    engine.submit([request for prompt in PROMPTS for request in requests_of(prompt, LONG)])
-    while not fake.running:
-        time.sleep(0.01)
-    fake.close()
+    with under_way(engine, fake, PROMPTS, completions_per_prompt=4, max_completion_tokens=30) as requests:
+        fake.close()
     again = fakes(port=fake.server.server_port)  # with the weights of the folder
     outputs = {}
     while len(outputs) < 12:
         outputs |= {output.request_id: output for output in engine.poll()}
-    again_drawn = [outputs[request.request_id].segments for prompt in PROMPTS for request in requests_of(prompt, LONG)]
+    again_drawn = [outputs[request.request_id].segments for request in requests]
     assert [segments[0].token_ids for segments in again_drawn] == expected
     assert {segment.policy_version for segments in again_drawn for segment in segments} == {4}
     assert again.label.startswith("4@")
@@ -256,7 +248,8 @@ def test_a_server_behind_a_proxy_that_answers_for_it_is_waited_for(fakes, connec
 
 def test_one_that_stays_away_ends_the_run(fakes, connect, monkeypatch):
     monkeypatch.setattr(outages, "FIRST_S", 0.05)
-    engine = connect(fakes(), timeout_s=1.0)
+    engine = connect(fakes())
+    engine.replicas[0].outage = outages.Outage("the server", 1.0, "rollout.server_timeout_s")
     for pool in engine.client.pools:
         pool._transport = Proxy(pool._transport, 503, b"busy", [10**6])
     with pytest.raises(RuntimeError, match=r"rollout\.server_timeout_s=1.*busy"):
@@ -266,8 +259,8 @@ def test_one_that_stays_away_ends_the_run(fakes, connect, monkeypatch):
 def test_weights_change_between_two_tokens_and_each_token_knows_which_drew_it(fakes, connect, folder):
     fake = fakes()
     engine = connect(fake)
-    submit_long(engine, fake)
-    engine.update_weights(WeightUpdate(version=1, tensors=scaled(folder, 0.8)))
+    with under_way(engine, fake, **TWO_LONG):
+        engine.update_weights(WeightUpdate(version=1, tensors=scaled(folder, 0.8)))
     outputs = []
     while len(outputs) < 2:
         outputs += engine.poll()
@@ -330,10 +323,8 @@ def test_new_adapters_have_what_is_under_way_begin_again(fakes, connect, folder)
     adapter = Adapter(a=torch.full((2, 32), 0.1), b=torch.full((32, 2), 0.1), scale=0.5)
     layer = "model.layers.0.self_attn.q_proj.weight"
     engine.update_weights(WeightUpdate(version=1, adapters={layer: adapter}))
-    engine.submit(requests_of(PROMPTS[0], SamplingParams(max_completion_tokens=120, ignore_eos=True)))
-    while not fake.running or len(fake.running[0].drawn) < 5:
-        time.sleep(0.005)
-    engine.update_weights(WeightUpdate(version=2, adapters={layer: adapter}))
+    with under_way(engine, fake, max_completion_tokens=120):
+        engine.update_weights(WeightUpdate(version=2, adapters={layer: adapter}))
     (output,) = engine.poll()
     assert [segment.policy_version for segment in output.segments] == [2]
     assert len(output.segments[0].token_ids) == 120 and len(fake.adapters) == 1
@@ -403,7 +394,7 @@ def test_a_server_that_was_started_here_ends_with_its_driver_also_when_that_is_k
     assert alive(pid)
     os.kill(driver.pid, signal.SIGKILL)
     driver.wait()
-    end = time.monotonic() + 15  # it is deaf to SIGTERM, as vLLM is while it starts
+    end = time.monotonic() + 120  # it is deaf to SIGTERM, as vLLM is while it starts
     while alive(pid) and time.monotonic() < end:
         time.sleep(0.05)
     assert not alive(pid)
@@ -425,7 +416,7 @@ def test_the_port_of_a_server_is_its_own_before_it_listens():
     try:
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(place)
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while not process.tail() and time.monotonic() < end:
             time.sleep(0.05)
         assert process.tail() == "listens"
@@ -445,7 +436,8 @@ def test_a_server_that_ends_while_it_starts_is_named_with_its_last_words(folder,
     assert not any("rollout servers" in thread.name for thread in {*threading.enumerate()} - before)
 
 
-def test_a_process_is_ended_with_all_it_has_started():
+def test_a_process_is_ended_with_all_it_has_started(monkeypatch):
+    monkeypatch.setattr("atomrl.engines.http._GRACE_S", 120.0)  # which only one that is deaf takes
     code = "import subprocess as s, sys; p = s.Popen([sys.executable, '-c', 'import time; time.sleep(99)']);"
     code += "print(p.pid, flush=True); p.wait()"
     process = ServerProcess(lambda port: ([sys.executable, "-c", code], {}))
@@ -455,8 +447,10 @@ def test_a_process_is_ended_with_all_it_has_started():
     assert alive(child)
     began = time.monotonic()
     process.end()
-    assert time.monotonic() - began < 2, "as if it was deaf"
-    time.sleep(0.2)
+    assert time.monotonic() - began < 60, "as if it was deaf"
+    end = time.monotonic() + 120
+    while alive(child) and time.monotonic() < end:
+        time.sleep(0.05)
     assert not alive(child)
 
 

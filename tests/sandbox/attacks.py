@@ -13,8 +13,8 @@ from atomrl.sandbox import Limits, box, run
 BROKE = "BROKE"
 SECRET = "s3cr3t-0f-the-trainer"
 TOKEN = "atomrl-attack-trace"
-QUICK = Limits(cpu_s=1, wall_s=2, memory_mb=256, files_mb=8)
-MANY = Limits(cpu_s=1, wall_s=2, memory_mb=256, files_mb=8, processes=16)
+QUICK = Limits(cpu_s=1, wall_s=4, memory_mb=256, files_mb=8)
+MANY = Limits(cpu_s=1, wall_s=4, memory_mb=256, files_mb=8, processes=16)
 
 PROLOGUE = f"""
 import ctypes, errno, os, sys, time
@@ -210,7 +210,7 @@ def faults_of(source: str, limits: Limits, canary: Path, sandbox: str = "bubblew
     faults = [line for line in (result.stdout + result.stderr).splitlines() if BROKE in line and "print(" not in line]
     if SECRET in result.stdout + result.stderr:
         faults.append("it saw a secret of the environment")
-    if seconds > limits.wall_s + 20:  # to end it takes a while where the machine is busy
+    if seconds > limits.wall_s + 60:  # to end it takes a while where the machine is busy
         faults.append(f"it took {seconds:.1f} s")
     if len(result.stdout) > limits.output_bytes or len(result.stderr) > limits.output_bytes:
         faults.append("it wrote too much")
@@ -229,8 +229,9 @@ def faults_of(source: str, limits: Limits, canary: Path, sandbox: str = "bubblew
 
 
 def _processes_in(namespace: str) -> list[str]:
-    """Who is in a process namespace, once it has had a second to be cleared."""
-    for _ in range(100):
+    """Who is in a process namespace, once it has had time to be cleared."""
+    deadline = time.monotonic() + 30
+    while True:
         pids = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -238,10 +239,9 @@ def _processes_in(namespace: str) -> list[str]:
                     pids.append(folder.name)
             except OSError:
                 continue
-        if not pids:
-            return []
+        if not pids or time.monotonic() > deadline:
+            return pids
         time.sleep(0.01)
-    return pids
 
 
 if __name__ == "__main__":  # by another user than the one who runs the tests

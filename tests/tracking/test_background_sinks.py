@@ -37,25 +37,26 @@ class Hanging:
 
 
 def record(tmp_path, monkeypatch, kind, steps, patience_s=0.3):
-    """Seconds that `steps` steps of a run with one sink take, and the recorder's sink."""
+    """The recorder's sink after so many steps of a run with one."""
     monkeypatch.setitem(sinks.SINKS, "wandb", kind)
     monkeypatch.setattr(sinks, "PATIENCE_S", patience_s)
     config = make_config(tmp_path, tracking={"sinks": ["wandb"]})
-    started = time.monotonic()
     with Recorder(config, RunDirectory.create(config)) as recorder:
         for step in range(1, steps + 1):
             recorder.log(step, {"a": 1.0})
             recorder.log_rollouts(step, make_scored(), {})
         (sink,) = recorder.sinks
-    return time.monotonic() - started, sink
+    return sink
 
 
 def test_a_hanging_sink_is_abandoned(tmp_path, monkeypatch, capsys):
-    seconds, sink = record(tmp_path, monkeypatch, Hanging, steps=200)
-    assert seconds < 60
+    sink = record(tmp_path, monkeypatch, Hanging, steps=200)
+    assert not Hanging.made.steps, "nobody waited for its first call"
     said = capsys.readouterr().err
     assert "wandb hangs and is abandoned" in said
-    assert sink.dropped == 400 - sinks.MAX_WAITING - 1 and f"{sink.dropped} calls were dropped" in said
+    under_way = 400 - sinks.MAX_WAITING - sink.dropped
+    assert under_way in (0, 1), "one if its thread came to it before the others had come"
+    assert f"{sink.dropped} calls were dropped" in said
     assert len((tmp_path / "r" / "metrics.jsonl").read_text().splitlines()) == 200
     Hanging.made.released.set()
 
@@ -67,7 +68,7 @@ def test_a_slow_sink_is_waited_for(tmp_path, monkeypatch, capsys):
             self.steps.append(step)
 
     before = set(threading.enumerate())
-    record(tmp_path, monkeypatch, Slow, steps=30, patience_s=30)
+    record(tmp_path, monkeypatch, Slow, steps=30, patience_s=120)
     assert Hanging.made.steps == [step for step in range(1, 31) for _ in range(2)]
     assert set(threading.enumerate()) <= before and "left" not in capsys.readouterr().err
 
@@ -78,7 +79,7 @@ def test_a_failing_sink_is_named_once(tmp_path, monkeypatch, capsys, method):
         raise ConnectionError("offline")
 
     kind = type("Broken", (Hanging,), {"log": lambda *a: None, "log_samples": lambda *a: None, method: broken})
-    record(tmp_path, monkeypatch, kind, steps=50)
+    record(tmp_path, monkeypatch, kind, steps=50, patience_s=60)
     assert capsys.readouterr().err.count("wandb failed and is disabled: offline") == 1
     assert len((tmp_path / "r" / "metrics.jsonl").read_text().splitlines()) == 50
 

@@ -31,15 +31,17 @@ def test_wandb_offline(tmp_path):
     """In a process of its own: wandb keeps global state and a service."""
     script = f"""
 from tests.tracking.helpers import make_config, make_scored
+from atomrl.tracking import recorder as sinks
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import RunDirectory
+sinks.PATIENCE_S = 600.0  # a busy machine takes its time to import it
 config = make_config({str(tmp_path)!r}, tracking={{"sinks": ["wandb"], "wandb_tags": ["t"]}})
 with Recorder(config, RunDirectory.create(config)) as recorder:
     recorder.log_rollouts(1, make_scored(), {{0: 1.0}})
     recorder.log(1, {{"critic/score/mean": 0.25}})
 """
     environment = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and "failed" not in done.stderr, done.stderr
     (run,) = (tmp_path / "r" / "wandb").glob("offline-run-*")
     assert list(run.glob("*.wandb"))
@@ -57,6 +59,7 @@ with Recorder(config, RunDirectory.create(config)) as recorder:
 def test_mlflow_offline(tmp_path, monkeypatch):
     tracking = pytest.importorskip("mlflow.tracking", reason="MLflow is not installed: pip install 'atomrl[mlflow]'")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(sinks, "PATIENCE_S", 600.0)  # which a busy machine takes to make its database
     config = make_config(tmp_path, tracking={"sinks": ["mlflow"]})
     with Recorder(config, RunDirectory.create(config)) as recorder:
         recorder.log_rollouts(1, make_scored(), {0: 1.0})
@@ -78,15 +81,17 @@ def test_trackio_offline(tmp_path):
     pytest.importorskip("trackio", reason="trackio is not installed: pip install 'atomrl[trackio]'")
     script = f"""
 from tests.tracking.helpers import make_config, make_scored
+from atomrl.tracking import recorder as sinks
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import RunDirectory
+sinks.PATIENCE_S = 600.0  # a busy machine takes its time to import it
 config = make_config({str(tmp_path)!r}, tracking={{"sinks": ["trackio"]}})
 with Recorder(config, RunDirectory.create(config)) as recorder:
     recorder.log_rollouts(1, make_scored(), {{0: 1.0}})
     recorder.log(1, {{"critic/score/mean": 0.25}})
 """
     environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "store"), "HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and "failed" not in done.stderr, done.stderr
     assert done.stdout == ""
     with sqlite3.connect(tmp_path / "store" / "atomrl.db") as store:

@@ -17,6 +17,7 @@ import yaml
 
 from atomrl.cli import training
 from atomrl.config import ConfigError, build_config
+from atomrl.tools import tuning
 from atomrl.tools.tuning import (
     Settings,
     is_worse_half,
@@ -36,7 +37,8 @@ CONFIG = {
     "data": {"train": "chain", "train_size": 100},
     "train": {"steps": 8, "learning_rate": 0.1},
 }
-# Stands for a run: its reward grows to a value that the learning rate decides, best at 0.01; above 0.5 it fails.
+# Stands for a run: its reward grows to a value that the learning rate decides, best at 0.01; above 0.5 it fails. After
+# each step it does what PAUSE says.
 FAKE = """
     import fcntl, json, math, pathlib, sys, time
     keys = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
@@ -53,7 +55,7 @@ FAKE = """
         for step in range(1, 9):
             file.write(json.dumps({"step": step, "critic/score/mean": value * step / 8}) + "\\n")
             file.flush()
-            time.sleep(SLEEP)
+            PAUSE
     (folder / "summary.json").write_text('{"finished": true}')
 """
 
@@ -64,9 +66,13 @@ def place(tmp_path) -> Path:
     return tmp_path
 
 
-def settings(place: Path, sleep: float = 0.0, out: str = "study", **given) -> Settings:
-    script = place / f"fake_{sleep}.py"
-    script.write_text(textwrap.dedent(FAKE).replace("SLEEP", str(sleep)))
+ENDED_AT_HALF = "time.sleep(600 * (step == 4))"
+"""A run that nobody ends takes ten minutes."""
+
+
+def settings(place: Path, pause: str = "pass", out: str = "study", **given) -> Settings:
+    script = place / "fake.py"
+    script.write_text(textwrap.dedent(FAKE).replace("PAUSE", pause))
     given = {"runs": 8, "seeds": 3, "window": 2} | given
     return Settings(folder=place / out, command=[sys.executable, str(script)], **given)
 
@@ -170,12 +176,12 @@ def test_a_metric_of_evaluations(place, metric):
 
 
 def test_a_metric_that_there_is_not_ends_a_study_in_its_first_steps(place):
-    given = settings(place, sleep=0.4, metric="critic/score/maen")
+    given = settings(place, ENDED_AT_HALF, metric="critic/score/maen")
     given.folder.mkdir()
     with pytest.raises(ConfigError, match="'critic/score/mean'"):
         run_trial(8, {"train.learning_rate": 0.01}, "trial_000", given, lambda place, value: False)
     rows = (place / "study/runs/trial_000/metrics.jsonl").read_text().splitlines()
-    assert 3 <= len(rows) < 8
+    assert 3 <= len(rows) <= 4
 
 
 @pytest.mark.parametrize(
@@ -191,12 +197,24 @@ def test_the_default_metric_of_a_study(changes, metric):
     assert training.default_metric(build_config({**CONFIG, **changes}).kind) == metric
 
 
-def test_bad_trials_end_at_half(place):
+def test_bad_trials_end_at_half(place, monkeypatch):
     pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
-    tune(build_config(CONFIG), space(place), settings(place, sleep=0.2, runs=4, seeds=1), lambda line: None)
+    # A trial waits at half and at three quarters until it was asked about; a final is asked about nothing.
+    waits = "while step in (4, 6) and folder.name.startswith('trial') and not (folder / f'asked_{step}').exists(): "
+    given = settings(place, waits + "time.sleep(0.02)", runs=4, seeds=1)
+    ask = tuning.should_prune
+
+    def asked(last, folder, settings, judge, judged):
+        ended = ask(last, folder, settings, judge, judged)
+        for rung in judged if not ended else ():
+            (folder / f"asked_{rung}").touch()
+        return ended
+
+    monkeypatch.setattr(tuning, "should_prune", asked)
+    tune(build_config(CONFIG), space(place), given, lambda line: None)
     pruned = [number for number, _, state in trials(place / "study") if state == "PRUNED"]
     lengths = [len((place / f"study/runs/trial_{n:03d}/metrics.jsonl").read_text().splitlines()) for n in pruned]
-    assert pruned and all(4 <= length < 8 for length in lengths)
+    assert pruned and set(lengths) <= {4, 6}
 
 
 def test_a_trial_that_ends_before_it_is_pruned_counts_as_pruned(place):
@@ -225,7 +243,7 @@ def test_the_worse_half_is_ended_at_three_quarters_too(place):
 def test_a_trial_to_be_pruned_when_the_study_was_killed_is_pruned(place):
     """The reported values decide, so the answer is the same after a restart."""
     pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
-    given = settings(place, sleep=0.3, runs=2, seeds=1)
+    given = settings(place, runs=2, seeds=1)
     given.folder.mkdir()
     study = open_study(given.folder)
     rate = {"train.learning_rate": 0.01}
@@ -277,7 +295,8 @@ def test_a_study_that_was_killed_makes_the_same_trials(place):
     config = build_config(CONFIG)
     whole = settings(place, out="whole", runs=7, seeds=1)
     tune(config, space(place), whole, lambda line: None)
-    child = study_of_its_own(place, "fake_0.0.py", runs=7)
+    settings(place, "time.sleep(600 * (folder.name == 'trial_003'))")
+    child = study_of_its_own(place, runs=7)
     until(lambda: (place / "killed/runs/trial_003").exists())
     os.killpg(child.pid, signal.SIGKILL)
     child.wait()
@@ -293,8 +312,8 @@ def test_a_trial_ends_with_its_tuner(place):
     pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
     config, fast = build_config(CONFIG), settings(place, out="whole", runs=2, seeds=1)
     tune(config, space(place), fast, lambda line: None)
-    settings(place, sleep=30.0)
-    child = study_of_its_own(place, "fake_30.0.py", runs=2)
+    settings(place, "time.sleep(600)")
+    child = study_of_its_own(place, runs=2)
     until(lambda: (place / "killed/runs/trial_000/metrics.jsonl").exists())
     child.kill()  # and nothing else
     child.wait()
@@ -302,7 +321,7 @@ def test_a_trial_ends_with_its_tuner(place):
     assert trials(place / "killed") == trials(place / "whole")
 
 
-def study_of_its_own(place: Path, fake: str, runs: int) -> subprocess.Popen[bytes]:
+def study_of_its_own(place: Path, runs: int) -> subprocess.Popen[bytes]:
     """`tune` in a process, and session, of its own; the study is in `killed`."""
     (place / "c.json").write_text(json.dumps(CONFIG))
     code = f"""
@@ -314,7 +333,7 @@ def study_of_its_own(place: Path, fake: str, runs: int) -> subprocess.Popen[byte
         place = Path({str(place)!r})
         config = build_config(json.loads((place / "c.json").read_text()))
         tune(config, read_space(place / "space.yaml", config), Settings(folder=place / "killed", runs={runs}, seeds=1,
-             window=2, command=[sys.executable, str(place / {fake!r})]))
+             window=2, command=[sys.executable, str(place / "fake.py")]))
     """
     (place / "child.py").write_text(textwrap.dedent(code))
     return subprocess.Popen([sys.executable, str(place / "child.py")], start_new_session=True)

@@ -208,5 +208,5 @@ def serving(folder: Path, *options: str, cwd: Path | None = None) -> Iterator[tu
         yield Client(process.stdout.readline().split()[1]), process
     finally:
         process.terminate()
-        process.wait(timeout=30)
+        process.wait(timeout=300)
         process.stdout.close()

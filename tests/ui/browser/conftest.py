@@ -17,6 +17,7 @@ from tests.ui.made import EVIL, log_step, make_run, record_tokens, serving
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 REQUIRED = os.environ.get("ATOMRL_UI_TESTS") == "required"
 """Set by `make test-ui`: what is missing is then a failure, and not a reason to skip."""
+PATIENCE_S = 120.0
 CONFIG = {
     "model": {"path": "model", "dtype": "float32"},
     "data": {"train": "train.jsonl", "eval": "train.jsonl", "max_prompt_tokens": 32},
@@ -66,7 +67,7 @@ def project(tmp_path_factory) -> Path:
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "c.yaml").write_text(json.dumps(CONFIG))
     made = atomrl("train", "c.yaml", "run_name=real", cwd=folder, stderr=subprocess.PIPE)
-    assert made.wait(timeout=300) == 0, made.stderr.read().decode()
+    assert made.wait(timeout=600) == 0, made.stderr.read().decode()
     for seed in (1, 2):
         record_tokens(make_run(folder / "runs" / f"seed-{seed}", seed=seed), 1)
     sick = make_run(folder / "runs" / "sick", train={"steps": 10, "learning_rate": 0.5})
@@ -122,19 +123,23 @@ def tab(browser, server):
     made = []
 
     def opened(client=server, **options) -> Tab:
-        context = browser.new_context(locale="en", **options)
-        context.set_default_timeout(60_000)
-        made.append((context, Tab(context.new_page(), client)))
-        return made[-1][1]
+        made.append(Tab(new_page(browser, **options), client))
+        return made[-1]
 
     yield opened
-    for context, one in made:
-        faults = one.faults
-        context.close()
-        assert faults == []
+    for one in made:
+        one.page.context.close()
+        assert one.faults == []
 
 
-def until(holds, seconds: float = 60.0) -> None:
+def new_page(browser, **options):
+    """A page of a browser of its own, in which whatever is waited for has two minutes to come about."""
+    context = browser.new_context(locale="en", **options)
+    context.set_default_timeout(1000 * PATIENCE_S)
+    return context.new_page()
+
+
+def until(holds, seconds: float = PATIENCE_S) -> None:
     """Wait until something holds."""
     end = time.monotonic() + seconds
     while not holds():

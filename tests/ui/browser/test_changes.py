@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from atomrl.common.files import write_text
-from tests.ui.browser.conftest import until
+from tests.ui.browser.conftest import new_page, until
 from tests.ui.made import log_step, make_run, serving
 
 
@@ -64,12 +64,12 @@ def test_curves_of_a_run_that_was_resumed_and_is_further_by_now_are_its_new_ones
 def test_a_page_says_that_the_server_was_started_anew(browser, tmp_path):
     make_run(tmp_path / "one")
     with serving(tmp_path) as (client, _):
-        page = browser.new_context(locale="en").new_page()
+        page = new_page(browser)
         page.goto(client.address)
         page.wait_for_selector("table.runs")
     with serving(tmp_path, "--port", str(client.port)) as (again, _):
-        page.wait_for_selector("text=The server was restarted", timeout=60_000)
+        page.wait_for_selector("text=The server was restarted")
         page.goto(again.address)
-        page.wait_for_selector("table.runs", timeout=60_000)
+        page.wait_for_selector("table.runs")
         until(lambda: page.locator("header .lost").inner_text() == "")
         page.context.close()

@@ -10,7 +10,7 @@ import signal
 
 import pytest
 
-from tests.ui.browser.conftest import until
+from tests.ui.browser.conftest import new_page, until
 from tests.ui.made import log_step, make_run, serving
 
 PAGES = {
@@ -222,6 +222,7 @@ def test_a_config_of_another_version_is_shown_and_said(tab, project, server):
         page = tab().open(f"/run/{server.id_of('old')}/config", "pre.page")
         page.wait_for_selector("text=This version of AtomRL does not accept this config")
         assert "unknown key 'nonsense'" in page.locator(".failure").inner_text()
+        page.goto("about:blank")  # which asks for nothing that is gone
     finally:
         shutil.rmtree(project / "runs" / "old")
 
@@ -275,12 +276,11 @@ def test_runs_are_compared(tab):
 
 @pytest.mark.short
 def test_a_link_that_is_followed_before_the_first_paint_is_not_lost(browser, server):
-    context = browser.new_context(locale="en")
-    page = context.new_page()
+    page = new_page(browser)
     page.add_init_script("addEventListener('DOMContentLoaded', () => { location.hash = '#/new'; });")
     page.goto(server.address)
-    page.wait_for_selector("#check .status", timeout=60_000)
-    context.close()
+    page.wait_for_selector("#check .status")
+    page.context.close()
 
 
 @pytest.mark.short
@@ -326,17 +326,18 @@ def test_texts_that_look_like_markup_are_shown_and_do_nothing(tab):
 @pytest.mark.short
 def test_a_run_is_launched_stopped_and_resumed(tab, project, server):
     config = {**json.loads((project / "c.yaml").read_text()), "run_name": "launched", "checkpoint": {"every_steps": 50}}
-    config["train"] = {"steps": 3000, "learning_rate": 1e-3}
+    config["train"] = {"steps": 30_000, "learning_rate": 1e-3}  # it ends when it is told to
     page = tab().open("/new", "#check .status")
     area = page.locator("#config")
     area.fill("run_name: launched\ndata: {trian: x}\n")
     page.wait_for_selector("text=unknown key 'data.trian'")
     area.fill(json.dumps(config))
-    page.wait_for_selector("text=Valid config: rl, 3000 steps")
+    page.wait_for_selector("text=Valid config: rl, 30000 steps")
     page.get_by_role("button", name="Review and launch").click()
     page.wait_for_selector("dialog >> text=It fits", timeout=120_000)
     page.get_by_role("button", name="Launch", exact=True).click()
-    page.wait_for_selector("text=launched is starting", timeout=120_000)
+    starting = page.locator("text=launched is starting")  # until it has started, and its page opens
+    starting.or_(page.locator("h1", has_text="launched")).first.wait_for(timeout=120_000)
 
     def state():
         runs = {run["name"]: run for run in server.get("/api/runs").json["runs"]}
@@ -366,7 +367,7 @@ def test_a_run_is_launched_stopped_and_resumed(tab, project, server):
 def test_server_browser_and_run_may_end_at_any_moment(browser, project):
     """A run outlives the server, and a page of the next one shows it, and its end."""
     config = json.loads((project / "c.yaml").read_text())
-    config |= {"run_name": "survivor", "train": {"steps": 3000, "learning_rate": 1e-3}}
+    config |= {"run_name": "survivor", "train": {"steps": 30_000, "learning_rate": 1e-3}}
     with serving(project / "runs", "--allow-launch", cwd=project) as (client, process):
         started = client.post("/api/launches", {"yaml": json.dumps(config)}).json
         metrics = project / "runs" / "survivor" / "metrics.jsonl"
@@ -375,12 +376,12 @@ def test_server_browser_and_run_may_end_at_any_moment(browser, project):
     seen = metrics.read_text().count("critic/score")
     until(lambda: metrics.read_text().count("critic/score") > seen + 2)
     with serving(project / "runs", cwd=project) as (client, _):
-        page = browser.new_context(locale="en").new_page()
+        page = new_page(browser)
         page.goto(client.address)
         page.goto(f"{client.base}/#/run/{client.id_of('survivor')}")
         page.wait_for_selector("text=Running: step")
         os.kill(started["process"], signal.SIGKILL)
-        page.wait_for_selector("text=Crashed at step", timeout=60_000)
+        page.wait_for_selector("text=Crashed at step")
         page.context.close()
 
 
