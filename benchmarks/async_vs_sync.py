@@ -162,13 +162,13 @@ def one_run(tree: Mapping[str, Any], name: str, seed: int, reward_s: float, tail
     folder = f"{name.replace(' ', '_').replace(',', '')}_{seed}_{reward_s > 0:d}{tail > 0:d}"
     config = build_config(merge_trees(tree, {"run_name": folder, "seed": seed, **VARIANTS[name]}))
     shutil.rmtree(config.run_dir, ignore_errors=True)  # of one that was interrupted
-    build, began = rl.build.build_rollout, time.monotonic()
+    build, began = rl.build.build_engine, time.monotonic()
     if tail:
-        rl.build.build_rollout = lambda *arguments: WaitingEngine(build(*arguments), tail)
+        rl.build.build_engine = lambda *arguments: WaitingEngine(build(*arguments), tail)
     try:
         summary = prepare_run(config, {"waiting": WaitingReward(reward_s)}).execute()
     finally:
-        rl.build.build_rollout = build
+        rl.build.build_engine = build
     if not summary["finished"]:
         raise KeyboardInterrupt  # a run takes the signal for itself, and saves
     text = (config.run_dir / "metrics.jsonl").read_text(encoding="utf-8")

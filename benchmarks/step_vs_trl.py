@@ -91,7 +91,7 @@ def make_atomrl_step(folder: Path, workload: str, arguments: argparse.Namespace)
     ]
     algorithm = objective_of("grpo", {}).resolved(report_entropy=True)
     sampling = {"min_completion_tokens": MIN_TOKENS} if workload == "ragged" else {"ignore_eos": True}
-    engine = build_engine(str(folder), tokenizer, config.rollout, config.model)
+    engine = build_engine(config, str(folder), tokenizer)
     trainer = LocalBackend(
         config.model,
         config.train,

@@ -17,7 +17,7 @@ from atomrl.common.chat_template import (
     thought_opening,
     turn_marks,
 )
-from atomrl.config import ConfigError, DataConfig, ModelConfig, RewardConfig, RolloutConfig, build_config
+from atomrl.config import ConfigError, DataConfig, RewardConfig, build_config
 from atomrl.data.conversations import continued
 from atomrl.data.files import DataError
 from atomrl.data.problems import DataProcessor
@@ -112,7 +112,8 @@ def ending(tmp_path):
 @pytest.mark.parametrize("engine", ["native", "hf"])
 def test_engines_stop_at_the_end_that_training_teaches(ending, engine):
     folder, tokenizer = ending
-    drawn = build_engine(str(folder), tokenizer, RolloutConfig(engine=engine), ModelConfig(path=str(folder)))
+    tree = {"run_name": "r", "model": {"path": str(folder)}, "data": {"train": "d"}, "rollout": {"engine": engine}}
+    drawn = build_engine(build_config(tree), str(folder), tokenizer)
     prompt = Prompt(prompt_id="a", problem=Problem(problem_id="a", prompt="", ground_truth=""), token_ids=(9, 9))
     (trajectory,) = generate(drawn, [prompt], SamplingParams(max_completion_tokens=5, temperature=0))
     drawn.close()
