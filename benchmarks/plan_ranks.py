@@ -69,7 +69,7 @@ def config_of(folder: Path, row: int, backend: dict[str, Any], model: dict[str, 
 def parts_of(folder: Path, row: int, gpus: int, backend: dict[str, Any], model: dict[str, Any]) -> dict[str, float]:
     """GB of a rank that trains, by what they are; `peak` is the most at once, `CPU` what lies in its memory."""
     config = config_of(folder, row, backend, model)
-    found = memory_estimate(config, objective_of("grpo", {}), gpus, "cuda")
+    found = memory_estimate(config, objective_of({"name": "grpo"}), gpus, "cuda")
     state = sum(found[name] for name in STATE)
     parts = {
         "state": state,

@@ -111,7 +111,7 @@ def given(folder: str, device: str, **train: Any) -> dict[str, Any]:
     return {
         "model": ModelConfig(path=folder, dtype="float32" if device == "cpu" else "bfloat16"),
         "train": TrainConfig(learning_rate=1e-4, **train),
-        "algorithm": objective_of("grpo", {}).resolved(max_completion_tokens=TOKENS),  # type: ignore[union-attr, call-arg]
+        "algorithm": objective_of({"name": "grpo"}).resolved(max_completion_tokens=TOKENS),  # type: ignore[union-attr, call-arg]
         "total_updates": 100,
     }
 

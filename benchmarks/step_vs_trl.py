@@ -89,7 +89,7 @@ def make_atomrl_step(folder: Path, workload: str, arguments: argparse.Namespace)
         for turn in range(arguments.steps + 2)
         for index, text in enumerate(prompt_texts(turn))
     ]
-    algorithm = objective_of("grpo", {}).resolved(report_entropy=True)
+    algorithm = objective_of({"name": "grpo"}).resolved(report_entropy=True)
     sampling = {"min_completion_tokens": MIN_TOKENS} if workload == "ragged" else {"ignore_eos": True}
     engine = build_engine(config, str(folder), tokenizer)
     trainer = LocalBackend(

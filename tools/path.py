@@ -24,11 +24,9 @@ PATH: Mapping[str, Sequence[str]] = {
         "config/loading.py::read_yaml",
         "config/loading.py::merge_trees",
         "config/loading.py::build_config",
-        "config/run.py::RunConfig._to_objective",
         "algorithms/__init__.py::objective_of",
         "objectives/base.py::Objective.override",
         "objectives/base.py::changed",
-        "objectives/base.py::validated",
     ],
     "the run and its data": [
         "trainer/__init__.py::prepare_run",

@@ -108,7 +108,7 @@ def test_the_gradient_is_that_of_an_unbroken_row(case):
 
 @pytest.mark.parametrize("loss_agg", ["token_mean", "sequence_mean", "constant_length", "prompt_mean"])
 def test_the_rows_of_a_trajectory_are_in_one_update_and_weigh_as_one(loss_agg):
-    algorithm = objective_of("grpo", {"loss_agg": loss_agg}).resolved(max_completion_tokens=LIMIT)
+    algorithm = objective_of({"name": "grpo", "loss_agg": loss_agg}).resolved(max_completion_tokens=LIMIT)
     parts = list(
         to_training_batches(with_advantages(algorithm, BROKEN), algorithm, updates=3, epochs=1, seed=0, step=1)
     )
@@ -154,7 +154,7 @@ def test_objectives_that_need_one_row_per_completion_are_refused(changes, words)
 ])  # fmt: skip
 def test_statistics_of_the_whole_step_are_accepted(axes):
     build_config(CONFIG | {"algorithm": {"name": "grpo", **axes}})
-    algorithm = objective_of("grpo", axes).resolved()
+    algorithm = objective_of({"name": "grpo", **axes}).resolved()
     whole, apart = with_advantages(algorithm, ROWS), with_advantages(algorithm, BROKEN)
     if whole.rollout_is_weights is not None:
         wanted = whole.rollout_is_weights.flatten()[PLACES[BROKEN.loss_mask]]

@@ -83,7 +83,7 @@ def test_an_adaptive_coefficient_survives_a_restart(model, tmp_path):
     axes = {"kl": {"type": "k2", "coefficient": 0.5, "target": 1e-6, "horizon": 20.0}}
 
     def run(folder, steps, progress, checkpoint=None):
-        algorithm = objective_of("grpo", axes).resolved()
+        algorithm = objective_of({"name": "grpo", **axes}).resolved()
         parts, _ = make_parts(model, folder, algorithm=algorithm)
         trainer = type(parts.trainer)
         trainer = with_reference(trainer, model, algorithm)

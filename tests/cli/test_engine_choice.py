@@ -16,7 +16,7 @@ from tests.arithmetic import arithmetic_run
 from tests.tiny import make_tiny_model
 
 GIB = 2**30
-GRPO = objective_of("grpo", {})
+GRPO = objective_of({"name": "grpo"})
 
 
 @pytest.fixture(scope="module")

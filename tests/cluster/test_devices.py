@@ -18,7 +18,7 @@ from atomrl.trainer.memory import memory_estimate
 from tests.tiny import make_tiny_model
 
 GIB, MIB = 2**30, 2**20
-PPO = objective_of("ppo", {})
+PPO = objective_of({"name": "ppo"})
 
 
 @pytest.fixture(scope="module")

@@ -176,7 +176,7 @@ def test_a_producer_needs_no_room_for_who_trains(monkeypatch):
     monkeypatch.setattr(module, "RayCluster", Started)
     monkeypatch.setattr(module, "find_spec", lambda name: name)
     config = config_of({"resources": {"trainer": {"num_cpus": 10**6}, "rollout": {"num_cpus": 0.5}}})
-    algorithm = objective_of("grpo", {}).resolved()
+    algorithm = objective_of({"name": "grpo"}).resolved()
     with ExitStack() as stack:
         cluster = open_cluster(config, algorithm, stack, producer=True)
         assert cluster.roles == ["rollout"]

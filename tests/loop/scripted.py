@@ -122,7 +122,7 @@ def make_parts(
         ]
 
     engine = FakeEngine(complete, tokenizer)
-    algorithm = algorithm or objective_of("grpo", {}).resolved()
+    algorithm = algorithm or objective_of({"name": "grpo"}).resolved()
     processor = DataProcessor(tokenizer, DataConfig(train="x.jsonl"))
     return RolloutTraining(
         source=EngineSource(

@@ -14,7 +14,7 @@ NOT_COMPARING = ("ppo", "remax", "reinforce_pp", "a2c")
 
 @pytest.mark.parametrize("name", COMPARING)
 def test_groups_of_one_are_refused_where_completions_are_compared(name):
-    algorithm = objective_of(name, {}).resolved(max_completion_tokens=8)
+    algorithm = objective_of({"name": name}).resolved(max_completion_tokens=8)
     with pytest.raises(ConfigError, match=f"completions_per_prompt=1.*{name}"):
         check_group_size(algorithm, 1)
     check_group_size(algorithm, 2)
@@ -22,7 +22,7 @@ def test_groups_of_one_are_refused_where_completions_are_compared(name):
 
 @pytest.mark.parametrize("name", NOT_COMPARING)
 def test_groups_of_one_are_taken_where_nothing_is_compared(name):
-    check_group_size(objective_of(name, {}).resolved(max_completion_tokens=8), 1)
+    check_group_size(objective_of({"name": name}).resolved(max_completion_tokens=8), 1)
 
 
 def test_prompts_that_fill_the_row(caplog):

@@ -51,7 +51,7 @@ def test_whole_groups_are_chosen_by_their_prompt():
 
 @pytest.mark.parametrize("updates, epochs", [(1, 1), (2, 1), (2, 2)])
 def test_a_record_changes_nothing_and_adds_up(model, tmp_path, updates, epochs):
-    algorithm = objective_of("grpo", {"kl": {"coefficient": 0.1}, "entropy": {"coefficient": 0.01}}).resolved()
+    algorithm = objective_of({"name": "grpo", "kl": {"coefficient": 0.1}, "entropy": {"coefficient": 0.01}}).resolved()
     schedule = {"algorithm": algorithm, "updates_per_epoch": updates, "epochs_per_step": epochs}
     without = run(model, tmp_path / "a", 0, **schedule)
     parts = run(model, tmp_path / "b", ALL, **schedule)
@@ -108,7 +108,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
 def training_batch(rows):
     from atomrl.data.rows import to_training_batches
 
-    algorithm = objective_of("grpo", {}).resolved()
+    algorithm = objective_of({"name": "grpo"}).resolved()
     rows = replace(rows, trajectory_index=torch.arange(rows.rows))
     (batch,) = to_training_batches(
         algorithm.advantages(mark_recorded(rows, 2)), algorithm, updates=1, epochs=1, seed=0, step=1

@@ -296,6 +296,6 @@ def test_code_of_a_model_runs_in_trainer_engine_and_estimate_where_it_is_trusted
     tokenizer = load_tokenizer(folder, trust_remote_code=True)
     engine = build_engine(config, str(folder), tokenizer)
     torch.testing.assert_close(engine.model(TOKENS).logits, policy(TOKENS))
-    assert memory_estimate(config, objective_of("grpo", {}).resolved())["engine weights"] == 4 * sum(
+    assert memory_estimate(config, objective_of({"name": "grpo"}).resolved())["engine weights"] == 4 * sum(
         p.numel() for p in policy.parameters()
     )

@@ -74,7 +74,7 @@ def test_engine_and_trainer_agree(folder, cut):
 
 @pytest.mark.parametrize("updates", [1, 2])
 def test_a_step_trains_on_policy_and_no_split_changes_it(folder, updates):
-    algorithm = objective_of("grpo", {"kl": {"coefficient": 0.1}}).resolved(report_entropy=True)
+    algorithm = objective_of({"name": "grpo", "kl": {"coefficient": 0.1}}).resolved(report_entropy=True)
     rows, results = to_rows(rolled_out(folder, top_p=0.7)), []
     for limit in (1, 12):
         trainer = backend(folder, rows_per_micro_batch=limit)

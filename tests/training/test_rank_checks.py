@@ -31,7 +31,7 @@ def check(models, algorithm="grpo", teacher=None, critic=None, **backend):
     tree |= {"backend": {"type": "fsdp", "ranks": 2, **backend}, "algorithm": {"name": algorithm}}
     tree |= {"teacher": {"path": models[teacher]}} if teacher else {}
     tree |= {"critic": {"path": models[critic]}} if critic else {}
-    check_ranks(build_config(tree), objective_of(algorithm, {}))
+    check_ranks(build_config(tree), objective_of({"name": algorithm}))
 
 
 @pytest.mark.parametrize("cut", ["sequence", "tensor"])
