@@ -34,7 +34,6 @@ PATH: Mapping[str, Sequence[str]] = {
         "data/problems.py::load_problems",
         "data/problems.py::read_source",
         "data/files.py::read_rows",
-        "data/files.py::_jsonl_rows",
         "data/files.py::parse_line",
         "data/problems.py::to_problems",
         "data/problems.py::problem_reader.convert",
