@@ -153,7 +153,7 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple
     check_outcome(config)
     processor = build_processor(config, tokenizer)
     check_writable(out)
-    prompts = processor.token_ids(processor.filter_overlong(report.problems)[0])
+    prompts = processor.token_ids(processor.filter_overlong(report.problems))
     prefix = tokenizer.encode(response_prefix, add_special_tokens=False)
     config = within_context(config, min(max(map(len, prompts)), processor.max_prompt_tokens) + len(prefix))
     engine = build_engine(config, model_path(config), tokenizer)

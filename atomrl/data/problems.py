@@ -459,14 +459,13 @@ class DataProcessor:
             prompts.append(Prompt(prompt_id=prompt_id, problem=problem, token_ids=tuple(limited), opening=opening))
         return prompts
 
-    def filter_overlong(self, problems: Sequence[Problem], source: str = "") -> tuple[list[Problem], int]:
-        """Return the problems to use, and the number of prompts over `max_prompt_tokens`.
+    def filter_overlong(self, problems: Sequence[Problem], source: str = "") -> list[Problem]:
+        """Return the problems to use: with `overlong_prompt: drop` those whose prompt has at most `max_prompt_tokens`.
 
-        With `overlong_prompt: drop` these are dropped, so that used + overlong = total; with `truncate` all problems
-        are used, and overlong prompts lose their first tokens in `to_prompts`.
+        With `truncate` all problems are used, and overlong prompts lose their first tokens in `to_prompts`.
 
         Args:
-            source: name of the data, for a warning if there are overlong prompts; "" for none.
+            source: name of the data, for a warning with the number of overlong prompts; "" for none.
 
         Raises:
             DataError: no problem is left.
@@ -482,7 +481,7 @@ class DataProcessor:
         if overlong and source:
             action = "dropped" if self.config.overlong_prompt == "drop" else "truncated to their last tokens"
             log.warning("%s: %d prompts over %d tokens were %s", source, overlong, self.max_prompt_tokens, action)
-        return usable, overlong
+        return usable
 
     def token_ids(self, problems: Sequence[Problem]) -> list[Sequence[int]]:
         """Encode prompts without the length limit."""

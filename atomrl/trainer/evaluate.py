@@ -115,7 +115,7 @@ def evaluate(
     """
     if not problems:
         raise ValueError("no problems to evaluate")
-    short_enough, _ = processor.filter_overlong(problems)
+    short_enough = processor.filter_overlong(problems)
     prompts = processor.to_prompts([(f"eval:{problem.problem_id}", problem) for problem in short_enough])
     tokenizer = processor.tokenizer
     if response_prefix:

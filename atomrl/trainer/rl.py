@@ -213,8 +213,8 @@ class RLRun(PreparedRun):
 
         # Problems, and whether rewards and environment have the columns that they need.
         held_out, train = (load_problems(config.data, split, config.seed) for split in ("eval", "train"))
-        self.held_out, _ = self.processor.filter_overlong(held_out.problems, held_out.source)
-        problems, _ = self.processor.filter_overlong(train.problems, train.source)
+        self.held_out = self.processor.filter_overlong(held_out.problems, held_out.source)
+        problems = self.processor.filter_overlong(train.problems, train.source)
         self.stream = PromptStream(problems, seed=config.seed, shuffle=config.data.shuffle)
         check_held_out(config, problems, self.held_out)
         self.rewards.check_sources([*problems, *self.held_out])

@@ -123,19 +123,19 @@ def test_a_last_message_of_the_assistant_is_continued_and_said(caplog):
     assert "completions continue" in caplog.text
 
 
-def test_overlong_prompts_are_dropped_or_truncated_and_counted():
+def test_overlong_prompts_are_dropped_or_truncated_and_counted(caplog):
     rows = [make_problem("a " * length, str(length)) for length in (1, 3, 4, 9, 2)]
     dropping = DataProcessor(make_tokenizer(), config(max_prompt_tokens=3))
-    kept, dropped = dropping.filter_overlong(rows)
-    assert [s.problem_id for s in kept] == ["1", "3", "2"] and dropped == 2 and len(kept) + dropped == len(rows)
+    assert [problem.problem_id for problem in dropping.filter_overlong(rows, "a.jsonl")] == ["1", "3", "2"]
+    assert "a.jsonl: 2 prompts over 3 tokens were dropped" in caplog.text
     with pytest.raises(DataError, match="9: 9 prompt"):
         dropping.to_prompts([("0", rows[3])])
     with pytest.raises(DataError, match="all 1 prompts"):
         dropping.filter_overlong(rows[3:4])
 
     truncating = DataProcessor(make_tokenizer(), config(max_prompt_tokens=3, overlong_prompt="truncate"))
-    kept, truncated = truncating.filter_overlong(rows)
-    assert kept == rows and truncated == 2  # three are whole: 3 + 2 = 5
+    assert truncating.filter_overlong(rows, "b.jsonl") == rows
+    assert "b.jsonl: 2 prompts over 3 tokens were truncated" in caplog.text
     assert words(truncating, "a b c d") == ["b c d"]
     assert words(DataProcessor(make_tokenizer(), config(), max_prompt_tokens=4), "a b c d") == ["a b c d"]
 
