@@ -23,7 +23,6 @@ PATH: Mapping[str, Sequence[str]] = {
         "config/loading.py::parse_overrides",
         "config/loading.py::read_yaml",
         "config/loading.py::merge_trees",
-        "config/loading.py::build_config",
         "algorithms/__init__.py::objective_of",
         "objectives/base.py::Objective.override",
         "objectives/base.py::changed",

@@ -239,7 +239,7 @@ class RunConfig(Section):
         return self.updates_per_epoch * self.train.epochs_per_step if self.kind == "rl" else 1
 
     def to_tree(self, secrets: bool = False) -> dict[str, Any]:
-        """Convert to a plain dict with the keys of a file; `build_config` restores the config from it.
+        """Convert to a plain dict with the keys of a file; `load_config` restores the config from it.
 
         Args:
             secrets: keep secrets, to build another config. Never for a tree that is written, sent or shown.

@@ -17,7 +17,7 @@ from atomrl.common.chat_template import stop_tokens
 from atomrl.common.files import model_identity, write_text
 from atomrl.common.metrics import Metrics
 from atomrl.common.threads import single_thread
-from atomrl.config import RunConfig, build_config
+from atomrl.config import RunConfig, load_config
 from atomrl.data.checks import repetitions
 from atomrl.data.problems import DataProcessor, PromptStream, load_problems
 from atomrl.data.rows import to_rows
@@ -248,7 +248,7 @@ class RLRun(PreparedRun):
         """Hashes and settings that a pool's groups depend on. The trainer must have the same."""
         keys = (*DISTRIBUTION_KEYS, "completions_per_prompt")
         sampling = {f"rollout.{key}": str(getattr(self.config.rollout, key)) for key in keys}
-        shown = build_config(self.config.to_tree())  # without secrets, as the pool keeps it
+        shown = load_config(self.config.to_tree())  # without secrets, as the pool keeps it
         judged = {"reward": shown.reward.model_dump_json(exclude={"workers", "wait_s"})}
         if shown.environment is not None:
             judged["environment"] = shown.environment.model_dump_json(exclude={"workers", "timeout_s", "wait_s"})

@@ -5,7 +5,7 @@ import torch
 
 from atomrl.algorithms import objective_of
 from atomrl.batches import RowBatch, concat_turns, flat_fields, select_rows, split_turns
-from atomrl.config import ConfigError, build_config
+from atomrl.config import ConfigError, load_config
 from atomrl.data.rows import to_training_batches, with_advantages
 from atomrl.trainer.rl import mean_advantages
 from tests.algorithms.batches import LIMIT, changed, flat_rows, loss_gradient, make_rows, moved_logprobs, with_turns
@@ -142,10 +142,10 @@ CONFIG = {
     ({"algorithm": {"name": "grpo", "rollout_is": ["kl_rejection"]}}, "algorithm.rollout_is=kl_rejection"),
 ])  # fmt: skip
 def test_objectives_that_need_one_row_per_completion_are_refused(changes, words):
-    build_config(CONFIG)
+    load_config(CONFIG)
     tree = CONFIG | {key: {**CONFIG.get(key, {}), **value} for key, value in changes.items()}
     with pytest.raises(ConfigError, match=words):
-        build_config(tree)
+        load_config(tree)
 
 
 @pytest.mark.parametrize("axes", [
@@ -153,7 +153,7 @@ def test_objectives_that_need_one_row_per_completion_are_refused(changes, words)
     {"rollout_is": [{"type": "kl_rejection", "level": "token"}]},
 ])  # fmt: skip
 def test_statistics_of_the_whole_step_are_accepted(axes):
-    build_config(CONFIG | {"algorithm": {"name": "grpo", **axes}})
+    load_config(CONFIG | {"algorithm": {"name": "grpo", **axes}})
     algorithm = objective_of({"name": "grpo", **axes}).resolved()
     whole, apart = with_advantages(algorithm, ROWS), with_advantages(algorithm, BROKEN)
     if whole.rollout_is_weights is not None:

@@ -12,7 +12,7 @@ from atomrl.algorithms import objective_of
 from atomrl.backends.base import LocalBackend
 from atomrl.batches import RolloutFields, RowBatch, TrainingBatch
 from atomrl.common.metrics import values
-from atomrl.config import ConfigError, ModelConfig, TrainConfig, build_config
+from atomrl.config import ConfigError, ModelConfig, TrainConfig, load_config
 from atomrl.models.memory import count_parameters
 from atomrl.protocols import ModelOutputs
 from atomrl.trainer import prepare_run
@@ -136,7 +136,7 @@ def test_a_policy_comes_to_its_teacher(folder):
 
 
 def config(folder, teacher, name="gkd"):
-    return build_config(
+    return load_config(
         {
             "run_name": "r",
             "output_dir": str(folder / "runs"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from atomrl.cluster.ray_cluster import Node, PlacementError, places, planned, wanted
-from atomrl.config import ConfigError, build_config
+from atomrl.config import ConfigError, load_config
 from atomrl.trainer import cluster as module
 from atomrl.trainer.build import ENGINES as ENGINE_CLASSES
 from atomrl.trainer.checks import check_engine
@@ -32,7 +32,7 @@ def gpus(monkeypatch):
 
 
 def config_of(cluster, **sections):
-    return build_config(
+    return load_config(
         {"run_name": "run", "model": {"path": "-"}, "data": {"train": "-"}, "cluster": cluster} | sections
     )
 

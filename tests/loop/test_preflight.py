@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from atomrl.algorithms import objective_of
-from atomrl.config import ConfigError, build_config
+from atomrl.config import ConfigError, load_config
 from atomrl.trainer.checks import check_group_size, check_row_limit, check_temperature
 
 COMPARING = ("grpo", "dr_grpo", "dapo", "maxrl", "opo", "gpg")
@@ -39,5 +39,5 @@ def test_prompts_that_fill_the_row(caplog):
 def test_groups_of_the_likeliest_completion_alone_are_said(temperature, completions, heard, caplog):
     rollout = {"temperature": temperature, "completions_per_prompt": completions, "prompts_per_step": 4}
     tree = {"run_name": "a", "model": {"path": "m"}, "data": {"train": "t.jsonl"}, "rollout": rollout}
-    check_temperature(build_config(tree))
+    check_temperature(load_config(tree))
     assert ("rollout.temperature=0: all 4 completions of a prompt will be the same" in caplog.text) == heard

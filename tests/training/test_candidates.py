@@ -10,7 +10,7 @@ from atomrl.algorithms import objective_of
 from atomrl.backends.base import LocalBackend
 from atomrl.batches import RolloutFields, select_rows
 from atomrl.common.metrics import values
-from atomrl.config import ConfigError, ModelConfig, TrainConfig, build_config
+from atomrl.config import ConfigError, ModelConfig, TrainConfig, load_config
 from atomrl.data.rows import to_rows, to_training_batches
 from atomrl.engines.hf import HFEngine
 from atomrl.engines.native import NativeEngine
@@ -126,7 +126,7 @@ def config(model, folder, **rollout):
         "checkpoint": {"every_steps": 2},
         "tracking": {"save_rollouts": False},
     }
-    return build_config(tree)
+    return load_config(tree)
 
 
 def test_a_resumed_run_is_the_whole_one(folder, tmp_path, monkeypatch):
