@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from atomrl.algorithms import ALGORITHMS, PREFERENCES
-from atomrl.config import build_config, merge_trees, read_yaml
+from atomrl.config import load_config, merge_trees, read_yaml
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs" / "algorithms"
@@ -137,7 +137,7 @@ def accuracy_by_problem(tree: Mapping[str, Any], model: str, folder: Path) -> li
     """The share of correct completions of each held-out problem."""
     from atomrl.cli.models import evaluate_config
 
-    config = build_config(merge_trees(tree, {"model": {"path": model}, "rollout": {"engine": "native"}}))
+    config = load_config(merge_trees(tree, {"model": {"path": model}, "rollout": {"engine": "native"}}))
     result, _ = evaluate_config(config, "", folder / "eval.json")
     correct: dict[str, list[bool]] = {}
     for row in result.rows:
@@ -156,7 +156,7 @@ def one_run(tree: dict[str, Any], budget: int, result_file: Path) -> None:
 
     started = time.perf_counter()
     curves.draw_curves = lambda *_: None  # a tenth of the time, and nobody looks at them
-    config = build_config(tree)
+    config = load_config(tree)
     shutil.rmtree(config.run_dir, ignore_errors=True)
     folder, start_path = config.run_dir.parent, str(config.model.path)
     before = accuracy_by_problem(tree, start_path, folder)
@@ -211,7 +211,7 @@ def run_all(configs: Mapping[str, Path], seeds: Sequence[int], model: str, budge
             result_file = out / f"{name}-seed-{seed}.json"
             if finished(result_file, tree, budget):
                 continue
-            build_config(tree)
+            load_config(tree)
             log = out / f"{name}-seed-{seed}.log"
             command = [sys.executable, __file__, "--one", json.dumps([tree, budget, str(result_file)])]
             with log.open("w", encoding="utf-8") as output:

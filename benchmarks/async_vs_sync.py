@@ -37,7 +37,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from atomrl.config import build_config, merge_trees, read_yaml  # noqa: E402
+from atomrl.config import load_config, merge_trees, read_yaml  # noqa: E402
 from atomrl.rewards import strict_math  # noqa: E402
 from atomrl.trainer import prepare_run, rl  # noqa: E402
 from atomrl.types import GenerationOutput  # noqa: E402
@@ -160,15 +160,15 @@ def base_config(model: str, folder: Path, steps: int, prompts: int, short: bool 
 def one_run(tree: Mapping[str, Any], name: str, seed: int, reward_s: float, tail: float) -> dict[str, Any]:
     """Train, and what its steps took."""
     folder = f"{name.replace(' ', '_').replace(',', '')}_{seed}_{reward_s > 0:d}{tail > 0:d}"
-    config = build_config(merge_trees(tree, {"run_name": folder, "seed": seed, **VARIANTS[name]}))
+    config = load_config(merge_trees(tree, {"run_name": folder, "seed": seed, **VARIANTS[name]}))
     shutil.rmtree(config.run_dir, ignore_errors=True)  # of one that was interrupted
-    build, began = rl.build.build_rollout, time.monotonic()
+    build, began = rl.build.build_engine, time.monotonic()
     if tail:
-        rl.build.build_rollout = lambda *arguments: WaitingEngine(build(*arguments), tail)
+        rl.build.build_engine = lambda *arguments: WaitingEngine(build(*arguments), tail)
     try:
         summary = prepare_run(config, {"waiting": WaitingReward(reward_s)}).execute()
     finally:
-        rl.build.build_rollout = build
+        rl.build.build_engine = build
     if not summary["finished"]:
         raise KeyboardInterrupt  # a run takes the signal for itself, and saves
     text = (config.run_dir / "metrics.jsonl").read_text(encoding="utf-8")
@@ -343,7 +343,7 @@ def main() -> int:
 
 def completions_of(tree: Mapping[str, Any]) -> int:
     """Of a group."""
-    return build_config(tree | {"run_name": "x"}).rollout.completions_per_prompt
+    return load_config(tree | {"run_name": "x"}).rollout.completions_per_prompt
 
 
 if __name__ == "__main__":

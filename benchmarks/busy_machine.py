@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from atomrl.common import threads  # noqa: E402
-from atomrl.config import build_config, merge_trees, read_yaml  # noqa: E402
+from atomrl.config import load_config, merge_trees, read_yaml  # noqa: E402
 from atomrl.trainer import prepare_run  # noqa: E402
 
 SETTINGS = ("all", "one", "chosen")
@@ -66,7 +66,7 @@ def make_models(folder: Path) -> dict[str, Path]:
 
     tree = merge_trees(read_yaml(ROOT / "configs" / "quickstart_sft.yaml"), QUIET)
     changes = {"run_name": "warm", "output_dir": str(folder), "train": {"steps": 60}}
-    small = Path(prepare_run(build_config(merge_trees(tree, changes))).execute()["model"])
+    small = Path(prepare_run(load_config(merge_trees(tree, changes))).execute()["model"])
     large = shutil.copytree(small, folder / "77M")
     shape = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4}
     config = Qwen2Config(
@@ -144,7 +144,7 @@ def neighbour(size: str, model: Path, folder: Path, setting: str) -> None:
 
 
 def run(tree: Mapping[str, Any], *callbacks: Any) -> Path:
-    config = build_config(tree)
+    config = load_config(tree)
     prepare_run(config, {"by_length": by_length}).execute(callbacks=callbacks)
     return config.run_dir
 

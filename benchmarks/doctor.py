@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import habits
 
-from atomrl.config import build_config, merge_trees, parse_overrides, read_yaml
+from atomrl.config import load_config, merge_trees, parse_overrides, read_yaml
 from atomrl.engines.native import NativeEngine
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import save_model
@@ -93,7 +93,7 @@ def warm_start(name: str, out: Path) -> Path:
         data = str(habits.write_rows(out / f"{name}.jsonl", rows))
         tree |= {"model": {"path": str(out / f"fresh-{name}")}, "data": {"train": data}, "sft": {}}
     given = parse_overrides([f"output_dir={out}", f"run_name={run}", "train.steps=400"])
-    prepare_run(build_config(merge_trees(tree, given))).execute()
+    prepare_run(load_config(merge_trees(tree, given))).execute()
     return out / run / "model"
 
 
@@ -275,7 +275,7 @@ def one_run(name: str, case: Case, out: Path, seed: int | None) -> Path:
     given += [f"seed={seed}"] * (seed is not None)
     tree = read_yaml(ROOT / "configs" / case.config)
     with stale_engine() if name == "ill: engine weights stale" else nullcontext():
-        prepare_run(build_config(merge_trees(tree, parse_overrides(given)))).execute()
+        prepare_run(load_config(merge_trees(tree, parse_overrides(given)))).execute()
     return out / folder
 
 

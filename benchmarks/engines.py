@@ -119,7 +119,7 @@ def serve(line: Connection, kind: Kind, folders: dict[str, str], dtype: str, thr
     from atomrl.config import RunConfig
     from atomrl.engines.requests import generate
     from atomrl.models.loading import load_tokenizer
-    from atomrl.trainer.build import build_rollout
+    from atomrl.trainer.build import build_engine
     from atomrl.types import SamplingParams
     from atomrl.weight_sync import InProcessTransfer
     from tests.engines import prompts_of
@@ -139,7 +139,7 @@ def serve(line: Connection, kind: Kind, folders: dict[str, str], dtype: str, thr
     cluster = RayCluster(config.cluster, ["rollout"], "cpu") if config.cluster else None
     engine: Any = None
     try:
-        engine = build_rollout(config, path, load_tokenizer(path), cluster)
+        engine = build_engine(config, path, load_tokenizer(path), cluster)
         source = Source(folders)
         transfer = InProcessTransfer(source, engine)  # type: ignore[arg-type]
         tell(line, "ready")

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from atomrl.config import RunConfig, build_config, load_config, merge_trees
+from atomrl.config import RunConfig, load_config, merge_trees
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import load_tokenizer, save_model
 from atomrl.trainer import prepare_run
@@ -76,7 +76,7 @@ def main() -> None:
             tree = merge_trees(tree, CONFIGS[name])
             if tree["model"]["path"] == "MEDIUM":
                 tree["model"]["path"] = path
-            config = build_config(tree)
+            config = load_config(tree)
             rounds = [both(config, arguments.steps) for _ in range(arguments.rounds)]
             row = {key: sum(one[key] for one in rounds) / len(rounds) for key in rounds[0]}
             rows.append({"config": name, **row, "rounds": rounds})

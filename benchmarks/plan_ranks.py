@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from atomrl.algorithms import objective_of
-from atomrl.config import RunConfig, build_config
+from atomrl.config import RunConfig, load_config
 from atomrl.trainer.memory import at_once, memory_estimate
 
 GB = 1e9
@@ -54,7 +54,7 @@ TRAINERS = (
 
 def config_of(folder: Path, row: int, backend: dict[str, Any], model: dict[str, Any]) -> RunConfig:
     """A run whose longest row is the only one of a micro-batch."""
-    return build_config(
+    return load_config(
         {
             "run_name": "r",
             "model": {"path": str(folder), "dtype": "bfloat16", "gradient_checkpointing": True, **model},
@@ -69,7 +69,7 @@ def config_of(folder: Path, row: int, backend: dict[str, Any], model: dict[str, 
 def parts_of(folder: Path, row: int, gpus: int, backend: dict[str, Any], model: dict[str, Any]) -> dict[str, float]:
     """GB of a rank that trains, by what they are; `peak` is the most at once, `CPU` what lies in its memory."""
     config = config_of(folder, row, backend, model)
-    found = memory_estimate(config, objective_of("grpo", {}), gpus, "cuda")
+    found = memory_estimate(config, objective_of({"name": "grpo"}), gpus, "cuda")
     state = sum(found[name] for name in STATE)
     parts = {
         "state": state,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.algorithms import PREFERENCES
-from atomrl.config import build_config, merge_trees, parse_overrides, read_yaml
+from atomrl.config import load_config, merge_trees, parse_overrides, read_yaml
 from atomrl.trainer import prepare_run
 
 ROOT = Path(__file__).parents[1]
@@ -45,7 +45,7 @@ def run(name: str, seed: int, out: Path, changes: dict[str, Any]) -> dict[str, A
         "checkpoint": {"every_steps": 0},
         "tracking": {"save_rollouts": False},
     }
-    config = build_config(merge_trees(merge_trees(tree, own), changes))
+    config = load_config(merge_trees(merge_trees(tree, own), changes))
     summary = prepare_run(config).execute()
     keys = ("steps", "wall_s", *(f"{key}_{when}" for key in KEYS for when in ("before", "after")))
     return {key: summary[key] for key in keys}

@@ -48,7 +48,7 @@ from atomrl.backends.fsdp import FSDPBackend
 from atomrl.backends.group import Ranks
 from atomrl.backends.ranks import rank_device
 from atomrl.batches import TrainingBatch
-from atomrl.config import FSDPConfig, ModelConfig, RunConfig, TrainConfig, build_config
+from atomrl.config import FSDPConfig, ModelConfig, RunConfig, TrainConfig, load_config
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import save_model
 from atomrl.trainer.memory import at_once, memory_estimate
@@ -111,14 +111,14 @@ def given(folder: str, device: str, **train: Any) -> dict[str, Any]:
     return {
         "model": ModelConfig(path=folder, dtype="float32" if device == "cpu" else "bfloat16"),
         "train": TrainConfig(learning_rate=1e-4, **train),
-        "algorithm": objective_of("grpo", {}).resolved(max_completion_tokens=TOKENS),  # type: ignore[union-attr, call-arg]
+        "algorithm": objective_of({"name": "grpo"}).resolved(max_completion_tokens=TOKENS),  # type: ignore[union-attr, call-arg]
         "total_updates": 100,
     }
 
 
 def formula(folder: str, variant: Variant, device: str) -> int:
     """Bytes of a rank's trainer, as a dry run counts them."""
-    config: RunConfig = build_config(
+    config: RunConfig = load_config(
         {
             "run_name": "r",
             "model": {"path": folder, "dtype": "float32" if device == "cpu" else "bfloat16"},

@@ -60,7 +60,7 @@ def make_atomrl_step(folder: Path, workload: str, arguments: argparse.Namespace)
     """A function that runs step n of AtomRL's loop and returns (seconds, tokens drawn, seconds by phase)."""
     from atomrl.algorithms import objective_of
     from atomrl.backends.base import LocalBackend
-    from atomrl.config import build_config
+    from atomrl.config import load_config
     from atomrl.data.problems import DataProcessor, PromptStream
     from atomrl.models.loading import load_tokenizer
     from atomrl.rewards.compute import build_rewards
@@ -72,7 +72,7 @@ def make_atomrl_step(folder: Path, workload: str, arguments: argparse.Namespace)
     from atomrl.weight_sync import InProcessTransfer
 
     lengths = {"max_completion_tokens": FIXED_TOKENS if workload == "fixed" else MAX_TOKENS}
-    config = build_config(
+    config = load_config(
         {
             "run_name": "benchmark",
             "model": {"path": str(folder), "dtype": arguments.dtype, "compile": arguments.compile},
@@ -89,9 +89,9 @@ def make_atomrl_step(folder: Path, workload: str, arguments: argparse.Namespace)
         for turn in range(arguments.steps + 2)
         for index, text in enumerate(prompt_texts(turn))
     ]
-    algorithm = objective_of("grpo", {}).resolved(report_entropy=True)
+    algorithm = objective_of({"name": "grpo"}).resolved(report_entropy=True)
     sampling = {"min_completion_tokens": MIN_TOKENS} if workload == "ragged" else {"ignore_eos": True}
-    engine = build_engine(str(folder), tokenizer, config.rollout, config.model)
+    engine = build_engine(config, str(folder), tokenizer)
     trainer = LocalBackend(
         config.model,
         config.train,

@@ -14,7 +14,7 @@ import json
 import statistics
 from pathlib import Path
 
-from atomrl.config import build_config, merge_trees, parse_overrides, read_yaml
+from atomrl.config import load_config, merge_trees, parse_overrides, read_yaml
 from atomrl.trainer import prepare_run
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +55,7 @@ def main() -> None:
     folder = arguments.read
     if folder is None:
         tree = read_yaml(ROOT / "configs" / "algorithms" / "trpo.yaml")
-        config = build_config(merge_trees(tree, parse_overrides([*LONGER, *arguments.overrides])))
+        config = load_config(merge_trees(tree, parse_overrides([*LONGER, *arguments.overrides])))
         prepare_run(config).execute()
         folder = config.run_dir
     report(folder)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from atomrl.config import ConfigError, build_config
+from atomrl.config import ConfigError, load_config
 from atomrl.config.loading import TABLE, is_alternative_layout, translate
 
 BASE = {
@@ -72,7 +72,7 @@ def changed(key, value):
 
 def load(tree):
     translated, notes = translate(tree, "six.yaml", "file-name")
-    return build_config(translated, "six.yaml"), notes
+    return load_config(translated, name="six.yaml"), notes
 
 
 def value_at(config, key):
@@ -175,7 +175,7 @@ def test_absent_and_null_keys_keep_the_defaults():
         "train_config": {"train_dataset": "t", "eval_dataset": None},
         "wandb_config": {"entity": None, "run_name": None, "enabled": False},
     }
-    assert load(tree)[0] == build_config({"run_name": "file-name", "model": {"path": "m"}, "data": {"train": "t"}})
+    assert load(tree)[0] == load_config({"run_name": "file-name", "model": {"path": "m"}, "data": {"train": "t"}})
 
 
 @pytest.mark.parametrize(

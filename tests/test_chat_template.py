@@ -17,7 +17,7 @@ from atomrl.common.chat_template import (
     thought_opening,
     turn_marks,
 )
-from atomrl.config import ConfigError, DataConfig, ModelConfig, RewardConfig, RolloutConfig, build_config
+from atomrl.config import ConfigError, DataConfig, RewardConfig, load_config
 from atomrl.data.conversations import continued
 from atomrl.data.files import DataError
 from atomrl.data.problems import DataProcessor
@@ -112,7 +112,8 @@ def ending(tmp_path):
 @pytest.mark.parametrize("engine", ["native", "hf"])
 def test_engines_stop_at_the_end_that_training_teaches(ending, engine):
     folder, tokenizer = ending
-    drawn = build_engine(str(folder), tokenizer, RolloutConfig(engine=engine), ModelConfig(path=str(folder)))
+    tree = {"run_name": "r", "model": {"path": str(folder)}, "data": {"train": "d"}, "rollout": {"engine": engine}}
+    drawn = build_engine(load_config(tree), str(folder), tokenizer)
     prompt = Prompt(prompt_id="a", problem=Problem(problem_id="a", prompt="", ground_truth=""), token_ids=(9, 9))
     (trajectory,) = generate(drawn, [prompt], SamplingParams(max_completion_tokens=5, temperature=0))
     drawn.close()
@@ -270,13 +271,13 @@ def test_a_variable_that_the_template_does_not_read_is_refused():
 def test_variables_that_atomrl_sets_are_refused(key):
     tree = {"run_name": "a", "model": {"path": "m"}, "data": {"train": "d", "chat_template_kwargs": {key: True}}}
     with pytest.raises(ConfigError, match=f"chat_template_kwargs.*'{key}'"):
-        build_config(tree)
+        load_config(tree)
 
 
 def test_other_variables_are_another_run():
     tree = {"run_name": "a", "model": {"path": "m"}, "data": {"train": "d"}}
-    now = build_config({**tree, "data": {"train": "d", "chat_template_kwargs": {"enable_thinking": False}}})
-    assert stopping_changes(config_changes(build_config(tree).to_tree(), now), now)
+    now = load_config({**tree, "data": {"train": "d", "chat_template_kwargs": {"enable_thinking": False}}})
+    assert stopping_changes(config_changes(load_config(tree).to_tree(), now), now)
 
 
 # ---- The date ----
@@ -293,7 +294,7 @@ def test_a_template_that_prints_the_date_prints_that_of_the_start(name, day):
 
 def test_a_run_that_is_resumed_has_the_date_of_its_start(tmp_path):
     tree = {"run_name": "a", "output_dir": str(tmp_path), "model": {"path": "m"}, "data": {"train": "d"}}
-    config, now = build_config(tree), datetime.now()
+    config, now = load_config(tree), datetime.now()
     assert started(config) >= now
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "env.json").write_text(json.dumps({"time": "2024-05-06T12:00:00+00:00"}))
@@ -391,7 +392,7 @@ def sft_config(tmp_path, **data):
         "run_name": "r", "output_dir": str(tmp_path / "runs"), "sft": {}, "model": {"path": str(folder)},
         "data": {"train": str(tmp_path / "rows.jsonl"), **data}, "train": {"steps": 1, "rows_per_update": 1},
     }  # fmt: skip
-    return build_config(tree)
+    return load_config(tree)
 
 
 @pytest.mark.parametrize("named", ["chatml", "mine.jinja"])

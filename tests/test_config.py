@@ -13,7 +13,6 @@ from atomrl.cli.arguments import join_overrides
 from atomrl.config import (
     ConfigError,
     RunConfig,
-    build_config,
     dump_config,
     known_keys,
     load_config,
@@ -30,12 +29,12 @@ MINIMAL = {"run_name": "r", "model": {"path": "m"}, "data": {"train": "t.jsonl"}
 
 
 def build(**changes):
-    return build_config(merge_trees(MINIMAL, changes), "c.yaml")
+    return load_config(merge_trees(MINIMAL, changes), name="c.yaml")
 
 
 def test_dump_and_load_give_the_same_config():
     config = build(train={"learning_rate": 1e-6}, model={"lora": {"rank": 4}}, algorithm={"clip": {"high": 0.28}})
-    assert build_config(yaml.safe_load(dump_config(config))) == config
+    assert load_config(yaml.safe_load(dump_config(config))) == config
 
 
 def test_a_config_cannot_be_written():
@@ -133,7 +132,7 @@ def test_rows_that_are_given_need_not_divide_rollouts(given):
 
 def test_all_mistakes_are_named_at_once():
     with pytest.raises(ConfigError) as caught:
-        build_config({"run_name": "r", "train": {"steps": 0, "stepz": 1}})
+        load_config({"run_name": "r", "train": {"steps": 0, "stepz": 1}})
     text = str(caught.value)
     assert "data: is required" in text and "train.steps: " in text and "'train.stepz'" in text
 
@@ -178,7 +177,7 @@ def test_merging_goes_key_by_key_and_replaces_lists():
 
 def test_a_field_of_an_axis_that_is_given_by_name_keeps_the_name():
     tree = merge_trees({**MINIMAL, "algorithm": {"clip": "cispo"}}, parse_overrides(["algorithm.clip.high=4.0"]))
-    assert build_config(tree).algorithm.clip == CISPOClip(high=4.0)
+    assert load_config(tree).algorithm.clip == CISPOClip(high=4.0)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +257,7 @@ def test_a_key_that_is_merged_from_an_anchor_may_be_given_again(tmp_path):
 )  # fmt: skip
 def test_names_of_other_libraries_are_answered_with_the_key_here(given, answer):
     with pytest.raises(ConfigError) as caught:
-        build_config(merge_trees(MINIMAL, nest(given, 1)))
+        load_config(merge_trees(MINIMAL, nest(given, 1)))
     assert given in str(caught.value) and answer in str(caught.value), str(caught.value)
 
 
@@ -338,9 +337,9 @@ def documented(pytestconfig):
 def test_the_documentation_has_every_key_with_its_default(pytestconfig):
     main, lora, cluster, ranked, cut, asynchronous, environment, tools, *rest = documented(pytestconfig)
     teacher, sft, pretrain, preference, algorithm = rest
-    config = build_config(main)
+    config = load_config(main)
     names = {"run_name": main["run_name"], "model": {"path": "PATH"}, "data": {"train": "train.jsonl"}}
-    assert config == build_config(names), "the defaults"
+    assert config == load_config(names), "the defaults"
     shown = set(known_keys())
     for tree in (
         main,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from atomrl.config import ConfigError, build_config, known_keys
+from atomrl.config import ConfigError, known_keys, load_config
 from atomrl.config.loading import suggestion
 
 
@@ -44,7 +44,7 @@ def test_keys_without_a_counterpart_suggest_no_other_key(given):
 def test_unknown_keys_of_a_backend_without_a_type_are_named_beside_it():
     tree = {"run_name": "r", "data": {"train": "d"}, "model": {"path": "m"}, "backend": {"rankz": 2, "tensor": 1}}
     with pytest.raises(ConfigError) as caught:
-        build_config(tree)
+        load_config(tree)
     assert str(caught.value).splitlines()[1:] == [
         "  backend.type: is required",
         "  unknown key 'backend.rankz'; did you mean 'backend.ranks'?",

@@ -75,7 +75,7 @@ def test_rows_end_to_end_are_padded_rows(tmp_path, kind):
 
 def test_no_micro_batch_waits_for_the_device(folder):
     """`tests/training/test_no_waits.py` has more models and algorithms, without a GPU."""
-    batch, algorithm = make_batch(), objective_of("grpo", {}).resolved(max_completion_tokens=16)
+    batch, algorithm = make_batch(), objective_of({"name": "grpo"}).resolved(max_completion_tokens=16)
     backend = make_local(folder, algorithm, device="cuda", train={"rows_per_micro_batch": 2})
     backend.train_step(batch, algorithm)  # what is made once: tables of positions
     torch.cuda.set_sync_debug_mode("error")

@@ -57,7 +57,7 @@ CASES = [
 
 @pytest.mark.parametrize("axes", CASES)
 def test_any_split_into_micro_batches_gives_the_same_gradient_and_metrics(axes):
-    algorithm = objective_of("grpo", axes).resolved()
+    algorithm = objective_of({"name": "grpo", **axes}).resolved()
     credited = algorithm.advantages(rows())
     batch = TrainingBatch(**vars(credited), loss_weights=algorithm.loss_weights(credited.loss_mask, credited.group_ids))
     logprobs = -torch.rand(8, 9, generator=torch.Generator().manual_seed(1))
@@ -70,7 +70,7 @@ def test_any_split_into_micro_batches_gives_the_same_gradient_and_metrics(axes):
 
 def test_the_loss_is_the_equation():
     algorithm = objective_of(
-        "grpo", {"kl": {"type": "k3", "coefficient": 0.5}, "clip": {"low": 0.1, "high": 0.3}}
+        {"name": "grpo", "kl": {"type": "k3", "coefficient": 0.5}, "clip": {"low": 0.1, "high": 0.3}}
     ).resolved()
     credited = algorithm.advantages(rows(4))
     batch = TrainingBatch(**vars(credited), loss_weights=algorithm.loss_weights(credited.loss_mask, credited.group_ids))
@@ -86,7 +86,7 @@ def test_the_loss_is_the_equation():
 
 
 def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_reinforce():
-    algorithm = objective_of("grpo", {}).resolved()
+    algorithm = objective_of({"name": "grpo"}).resolved()
     credited = replace(algorithm.advantages(rows()), old_logprobs=None)
     batch = TrainingBatch(**vars(credited), loss_weights=algorithm.loss_weights(credited.loss_mask, credited.group_ids))
     grad, metrics = gradient(algorithm, batch, -torch.rand(8, 9), [list(range(8))])
@@ -95,9 +95,12 @@ def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_reinforce():
 
 
 def test_needs_follow_the_axes():
-    assert objective_of("grpo", {}).resolved().needs == {"old_logprobs"}
-    assert objective_of("grpo", {"kl": {"coefficient": 0.1}}).resolved().needs == {"old_logprobs", "ref_logprobs"}
-    assert "entropy" in objective_of("grpo", {}).resolved(report_entropy=True).outputs
+    assert objective_of({"name": "grpo"}).resolved().needs == {"old_logprobs"}
+    assert objective_of({"name": "grpo", "kl": {"coefficient": 0.1}}).resolved().needs == {
+        "old_logprobs",
+        "ref_logprobs",
+    }
+    assert "entropy" in objective_of({"name": "grpo"}).resolved(report_entropy=True).outputs
 
 
 @pytest.mark.parametrize(
@@ -148,7 +151,7 @@ def test_bad_axes_are_named(axes, message):
 
 def test_unknown_algorithm_is_named():
     with pytest.raises(ValueError, match="'grpo'"):
-        objective_of("grpoo", {}).resolved()
+        objective_of({"name": "grpoo"}).resolved()
 
 
 def test_a_new_type_starts_from_its_own_defaults_and_the_same_one_keeps_the_others():
@@ -168,14 +171,14 @@ def test_the_rollouts_limit_is_taken_where_the_axis_has_none():
 
 
 def test_another_kl_estimator_keeps_where_and_how_much():
-    kl = objective_of("ppo", {"kl": "k2"}).kl
+    kl = objective_of({"name": "ppo", "kl": "k2"}).kl
     assert (kl.type, kl.coefficient, kl.apply_to, kl.target) == ("k2", 0.02, "reward", 0.25)
 
 
 def test_another_type_starts_from_its_own_defaults():
-    robust = objective_of("dpo", {"loss": "robust"}).losses[0]
+    robust = objective_of({"name": "dpo", "loss": "robust"}).losses[0]
     assert robust.label_smoothing == 0.1, "and not sigmoid's 0"
-    kept = objective_of("ppo", {"kl": {"type": "k3"}}).kl
+    kept = objective_of({"name": "ppo", "kl": {"type": "k3"}}).kl
     assert (kept.coefficient, kept.apply_to) == (0.02, "reward"), "all estimators have the same fields"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from atomrl.config import build_config
+from atomrl.config import load_config
 from atomrl.objectives.advantage import AdvantageInputs, AdvantagesAndReturns
 from atomrl.objectives.policy_loss import PolicyInputs
 from atomrl.objectives.token_weights import FilterInputs, RolloutInputs
@@ -72,7 +72,7 @@ def test_a_table_has_the_fields_that_a_function_gets_with_their_shapes_and_dtype
         "rollout": {"prompts_per_step": 2, "completions_per_prompt": 3, "max_completion_tokens": 9},
         "algorithm": {"name": "grpo", "kl": {"coefficient": 0.1, "apply_to": "reward"}, axis: own},
     }
-    config = build_config(tree)
+    config = load_config(tree)
     check_own_functions(config.algorithm.resolved(max_completion_tokens=9), config)
     inputs = got[axis]
     width = inputs.mask.shape[1]
@@ -100,7 +100,7 @@ def test_inputs_outside_reads_need_no_declaration():
     for section, (axis, _) in AXES.items():
         asked = [name.strip("`") for name, *_, meaning in table(section) if f"reads: [{name.strip('`')}]" in meaning]
         own = {"type": "custom", "function": f"{__name__}:{axis}"}
-        config = build_config(
+        config = load_config(
             {
                 "run_name": "a",
                 "model": {"path": "m"},

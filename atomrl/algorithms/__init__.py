@@ -26,20 +26,25 @@ PREFERENCES = _objectives(PreferenceObjective)
 Objective = PolicyObjective | PreferenceObjective | RewardModelObjective
 
 
-def objective_of(name: str, axes: Mapping[str, Any]) -> Objective:
-    """Return a named algorithm with a config's overrides.
+def objective_of(value: Objective | Mapping[str, Any]) -> Objective:
+    """Return the algorithm that a config's key `algorithm` describes.
 
     Args:
-        name: a key of `ALGORITHMS` or of `PREFERENCES`, or `reward_model`.
-        axes: overrides by axis.
+        value: `{name: grpo, clip: {high: 0.28}}`: a key of `ALGORITHMS` or of `PREFERENCES`, or `reward_model` (default
+            `grpo`), and overrides by axis; or an objective, which is returned as it is.
 
     Raises:
-        ValueError: an unknown name, axis, parameter or type, with the nearest valid one.
+        ValueError: not a mapping; or an unknown name, axis, parameter or type, with the nearest valid one.
 
     Example:
-        >>> objective_of("dapo", {"clip": {"high": 0.3}}).clip
+        >>> objective_of({"name": "dapo", "clip": {"high": 0.3}}).clip
         PPOClip(low=0.2, high=0.3, dual=None)
     """
+    if isinstance(value, Objective):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"algorithm must be a mapping with a name, as in {{name: dapo}}, got {value!r}")
     named: dict[str, Objective] = {**ALGORITHMS, **PREFERENCES, "reward_model": RewardModelObjective()}
+    name = str(value.get("name", "grpo"))
     check_name("algorithm.name", name, list(named))
-    return named[name].override(axes)
+    return named[name].override({axis: change for axis, change in value.items() if axis != "name"})

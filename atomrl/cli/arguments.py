@@ -97,7 +97,7 @@ def config_over(base: dict[str, Any], arguments: argparse.Namespace) -> RunConfi
     Raises:
         ConfigError: a value is invalid.
     """
-    from atomrl.config import ConfigError, build_config, known_keys, merge_trees, nest
+    from atomrl.config import ConfigError, known_keys, load_config, merge_trees, nest
     from atomrl.config.loading import renamed
 
     tree = {key: value for key, value in base.items() if key != "sft"}  # it may name another model to start from
@@ -105,7 +105,7 @@ def config_over(base: dict[str, Any], arguments: argparse.Namespace) -> RunConfi
     for key, value in values.items():
         tree = merge_trees(tree, nest(key, value))
     try:
-        return build_config(tree, f"atomrl {arguments.command}")
+        return load_config(tree, name=f"atomrl {arguments.command}")
     except ConfigError as error:
         options = {key: flag for key, flag in arguments.options.items() if key in values}
         raise ConfigError(renamed(str(error), options)) from None

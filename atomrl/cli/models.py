@@ -137,7 +137,7 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple
     """
     from atomrl.data.problems import load_problems
     from atomrl.rewards.compute import build_rewards
-    from atomrl.trainer.build import build_rollout, device_name, eval_sampling, model_path, policy_tokenizer
+    from atomrl.trainer.build import build_engine, device_name, eval_sampling, model_path, policy_tokenizer
     from atomrl.trainer.build import processor as build_processor
     from atomrl.trainer.checks import check_environment, check_outcome, with_tools
     from atomrl.trainer.evaluate import evaluate
@@ -156,7 +156,7 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple
     prompts = processor.token_ids(processor.filter_overlong(report.problems))
     prefix = tokenizer.encode(response_prefix, add_special_tokens=False)
     config = within_context(config, min(max(map(len, prompts)), processor.max_prompt_tokens) + len(prefix))
-    engine = build_rollout(config, model_path(config), tokenizer, None)
+    engine = build_engine(config, model_path(config), tokenizer)
     try:
         return evaluate(engine, report.problems, processor, rewards, eval_sampling(config), response_prefix), config
     finally:
@@ -210,7 +210,7 @@ def show(figure: Figure) -> str:
 def complete_prompt(arguments: argparse.Namespace) -> int:
     """Print the completions; exit code 1 if an episode failed."""
     from atomrl.engines.requests import generate
-    from atomrl.trainer.build import build_rollout, eval_sampling, model_path, policy_tokenizer, processor
+    from atomrl.trainer.build import build_engine, eval_sampling, model_path, policy_tokenizer, processor
     from atomrl.trainer.checks import check_environment, with_tools
 
     config = generate_config(arguments)
@@ -220,7 +220,7 @@ def complete_prompt(arguments: argparse.Namespace) -> int:
     check_environment(config, tokenizer)
     (prompt,) = processor(config, tokenizer).to_prompts([("prompt", problem)])
     config = within_context(config, len(prompt.token_ids))
-    engine = build_rollout(config, model_path(config), tokenizer, None)
+    engine = build_engine(config, model_path(config), tokenizer)
     try:
         completions = generate(engine, [prompt], eval_sampling(config))
     finally:

@@ -211,7 +211,7 @@ def objectives(folder: Path, overrides: list[str]) -> tuple[PolicyObjective, Pol
     Raises:
         ConfigError: a change is not of `algorithm`, or the objective is not a policy objective.
     """
-    from atomrl.config import ConfigError, build_config, merge_trees, parse_overrides, read_tree
+    from atomrl.config import ConfigError, load_config, merge_trees, parse_overrides, read_tree
     from atomrl.objectives import PolicyObjective
 
     changes = parse_overrides(overrides)
@@ -226,7 +226,7 @@ def objectives(folder: Path, overrides: list[str]) -> tuple[PolicyObjective, Pol
     # With another name start from its own axes: the run's config lists all of its axes, which would override them.
     changed = {**tree, "algorithm": axes} if "name" in axes else merge_trees(tree, changes)
     for config_tree in (tree, changed):
-        config = build_config(config_tree, str(path))
+        config = load_config(config_tree, name=str(path))
         if not isinstance(config.algorithm, PolicyObjective):
             raise ConfigError(f"{config.algorithm.name} has no per-token loss; only policy gradients can be replayed")
         resolved.append(config.algorithm.resolved(max_completion_tokens=config.rollout.max_completion_tokens))

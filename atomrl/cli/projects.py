@@ -282,7 +282,7 @@ def adapt_to_hardware(imported: Imported, gpus: int, memory: str | None) -> Impo
         ConfigError: the card or the model's shape is unknown, or no setting makes it fit.
     """
     from atomrl.cli.plan import trade_lines
-    from atomrl.config import ConfigError, build_config, merge_trees
+    from atomrl.config import ConfigError, load_config, merge_trees
     from atomrl.trainer.base import readable
     from atomrl.trainer.memory import gpu_of
     from atomrl.trainer.planning import fit, merged, plan_on
@@ -291,7 +291,7 @@ def adapt_to_hardware(imported: Imported, gpus: int, memory: str | None) -> Impo
         raise ConfigError(f"--gpus {gpus}: must be at least 1")
     tree = {key: value for key, value in imported.tree.items() if key != "backend"}
     tree |= {"backend": {"type": "fsdp"}} if gpus > 1 else {}
-    config = build_config(tree, str(imported.source))
+    config = load_config(tree, name=str(imported.source))
     hardware = f"{imported.gpus} GPU{'s' * (imported.gpus > 1)}"
     if memory is None:
         note = f"{hardware} in the script, {gpus} here: the same batches and numbers; --memory SIZE plans what fits"
@@ -299,7 +299,7 @@ def adapt_to_hardware(imported: Imported, gpus: int, memory: str | None) -> Impo
     # Plan for the new GPUs, and the script's own number of them for comparison.
     gpu = gpu_of(f"{gpus}x{memory}")
     plan = plan_on(config, gpu)
-    theirs = plan_on(build_config({**tree, "backend": {"type": "fsdp"}}), replace(gpu, count=imported.gpus))
+    theirs = plan_on(load_config({**tree, "backend": {"type": "fsdp"}}), replace(gpu, count=imported.gpus))
     solution = fit(plan)
     if solution is None:
         raise ConfigError(
@@ -316,7 +316,7 @@ def adapt_to_hardware(imported: Imported, gpus: int, memory: str | None) -> Impo
     return replace(
         imported,
         tree=tree,
-        config=build_config(tree, str(imported.source)),
+        config=load_config(tree, name=str(imported.source)),
         hardware=note,
         planned=tuple(trade_lines(plan, chosen)),
     )

@@ -103,7 +103,7 @@ def build_named(names: Sequence[str], arguments: argparse.Namespace) -> Rewards:
     Raises:
         ValueError: a reward or an argument is unknown.
     """
-    from atomrl.config import build_config, parse_overrides
+    from atomrl.config import load_config, parse_overrides
     from atomrl.rewards.compute import build_rewards
     from atomrl.rewards.table import LOADING
 
@@ -112,7 +112,7 @@ def build_named(names: Sequence[str], arguments: argparse.Namespace) -> Rewards:
         raise ValueError("key=value arguments need a single reward; score several one at a time")
     items = [{"function": name, "args": args, "timeout_s": arguments.timeout_s} for name in names]
     tree = {"run_name": "reward", "model": {"path": "-"}, "data": {"train": "-"}}
-    config = build_config({**tree, "reward": {"functions": items, "workers": arguments.workers}}, "atomrl reward")
+    config = load_config({**tree, "reward": {"functions": items, "workers": arguments.workers}}, name="atomrl reward")
     device = "cpu"
     if set(names) & set(LOADING):
         from atomrl.trainer.build import device_name

@@ -423,9 +423,11 @@ def fill_pool(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     from atomrl.trainer import check_rl
     from atomrl.trainer.base import hang_watch
+    from atomrl.trainer.checks import check_secrets
     from atomrl.trainer.rl import RLRun, fill
 
     check_rl(config)
+    check_secrets(config)
     run = RLRun(config)
     with hang_watch(config):
         counts = fill(run, arguments.groups, report=lambda line: print(line, file=sys.stderr))

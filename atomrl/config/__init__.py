@@ -1,7 +1,6 @@
 """The config of a run: sections (`schema`), rules between them (`run`), and how one is made (`loading`)."""
 
 from atomrl.config.loading import (
-    build_config,
     dump_config,
     known_keys,
     load_config,

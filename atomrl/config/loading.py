@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from atomrl.common.errors import nearest
 from atomrl.common.files import open_file
-from atomrl.common.functions import may_import, search_in
-from atomrl.common.secrets import check_unmasked, mask_secrets
+from atomrl.common.functions import search_in
+from atomrl.common.secrets import mask_secrets
 from atomrl.config.run import RunConfig
 from atomrl.config.schema import BackendConfig, ConfigError, ResourceConfig, RolloutConfig
 from atomrl.objectives.base import Choice
@@ -27,23 +27,26 @@ from atomrl.objectives.base import Choice
 # Load a config
 
 
-def load_config(source: str | Path | RunConfig | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
-    """Load a config, and apply overrides.
+def load_config(
+    source: str | Path | RunConfig | Mapping[str, Any], overrides: Sequence[str] = (), name: str = "config"
+) -> RunConfig:
+    """Load a config, apply overrides, and validate it.
 
     Args:
         source: a YAML file, in AtomRL's own or the six-section layout (told apart by their sections); a run's folder,
-            whose `config.yaml` is read; a config; or a dict with the content of a file.
+            whose `config.yaml` is read; a config; or a dict with the content of a file in AtomRL's own layout.
         overrides: `key=value`, as on the command line.
+        name: of a dict or a config, for messages.
 
     Raises:
-        ConfigError: lists all errors, each with its key.
+        ConfigError: lists all errors, one per line, each with its key and, for an unknown key, the nearest valid one.
 
     Example:
         >>> tree = {"run_name": "r", "model": {"path": "m"}, "data": {"train": "chain", "train_size": 10}}
         >>> load_config(tree, ["train.steps=3"]).train.steps
         3
     """
-    changes, name = parse_overrides(overrides), "config"
+    changes = parse_overrides(overrides)
     if isinstance(source, str | Path):
         saved = Path(source, "config.yaml")
         name = str(saved if saved.is_file() else source)
@@ -58,14 +61,10 @@ def load_config(source: str | Path | RunConfig | Mapping[str, Any], overrides: S
         raise ConfigError("no config file given; give one, such as configs/quickstart.yaml")
     else:
         raise ConfigError(f"config={source!r}: give the path of a YAML file, a RunConfig, or a dict of a config's keys")
-    config = build_config(tree, name)
-    # A run's own config.yaml has no secrets. It can be looked at, but a run needs the config that has them.
-    if may_import():
-        try:
-            check_unmasked(config.to_tree(secrets=True))
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-    return config
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise config_error(error, name) from None
 
 
 def read_tree(path: str | Path, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,21 +98,6 @@ def read_tree(path: str | Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     return merge_trees(tree, changes)
 
 
-def build_config(tree: Mapping[str, Any], source: str = "config") -> RunConfig:
-    """Build and validate a config from a dict of sections.
-
-    Args:
-        source: name of the file, for messages.
-
-    Raises:
-        ConfigError: lists all errors, one per line, each with its key and, for an unknown key, the nearest valid one.
-    """
-    try:
-        return RunConfig.model_validate(dict(tree))
-    except ValidationError as error:
-        raise config_error(error, source) from None
-
-
 def dump_config(config: RunConfig) -> str:
     """Dump the resolved config as YAML, without secrets; loading it gives the same config."""
     return yaml.safe_dump(config.to_tree(), sort_keys=False, allow_unicode=True)
@@ -138,30 +122,23 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return cast(dict[Any, Any], super().construct_mapping(node, deep))
 
 
-def read_yaml(path: str | Path) -> dict[str, Any]:
+def read_yaml(source: str | Path, text: str | None = None) -> dict[str, Any]:
     """Read a YAML file into a dict.
+
+    Args:
+        source: the file.
+        text: of YAML to parse instead of reading a file; `source` is then only its name in messages.
 
     Raises:
         ConfigError: the file is missing, not valid YAML (with the line), not a mapping, or has a key twice.
     """
-    path = Path(path)
-    if not path.is_file():
+    path = Path(source)
+    if text is None and not path.is_file():
         raise ConfigError(f"config file {path} {'is not a file' if path.exists() else 'does not exist'}")
     try:
-        return parse_yaml(path.read_text(encoding="utf-8"), str(path))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
-
-
-def parse_yaml(text: str, source: str) -> dict[str, Any]:
-    """Parse the text of a YAML file into a dict; as `read_yaml`.
-
-    Args:
-        source: name of the file, for messages.
-    """
-    try:
+        text = path.read_text(encoding="utf-8") if text is None else text
         tree: Any = _UniqueKeyLoader(text).get_single_data()
-    except yaml.YAMLError as error:
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         message = str(error).replace('in "<unicode string>"', f"in {source}")
         raise ConfigError(f"{source} is not valid YAML: {message}") from None
     if tree is None:
@@ -291,7 +268,7 @@ def is_alternative_layout(tree: Mapping[str, Any]) -> bool:
 
 
 def translate(tree: Mapping[str, Any], source: str, default_run_name: str) -> tuple[dict[str, Any], list[str]]:
-    """Translate the six sections into a dict for `build_config`.
+    """Translate the six sections into a dict for `load_config`.
 
     Args:
         tree: the file's content with overrides of its own keys.
@@ -321,7 +298,7 @@ def translate(tree: Mapping[str, Any], source: str, default_run_name: str) -> tu
     for key, value in _conversions(converted, source):
         result = merge_trees(result, nest(key, value))
     try:
-        build_config(result, source)
+        load_config(result, name=source)
     except ConfigError as error:
         raise ConfigError(renamed(str(error), {target: key for key, target in TABLE.items() if target})) from None
     ignored = any(getattr(converted, name) for name in PLACEMENT) and not torch.cuda.device_count()

@@ -6,9 +6,9 @@
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from atomrl.algorithms import objective_of
 from atomrl.algorithms.reward_model import RewardModelObjective
@@ -38,7 +38,9 @@ class RunConfig(Section):
     data: schema.DataConfig
     rollout: schema.RolloutConfig = schema.RolloutConfig()
     reward: schema.RewardConfig = schema.RewardConfig()
-    algorithm: PolicyObjective | PreferenceObjective | RewardModelObjective = objective_of("grpo", {})
+    algorithm: Annotated[
+        PolicyObjective | PreferenceObjective | RewardModelObjective, BeforeValidator(objective_of)
+    ] = objective_of({"name": "grpo"})
     """Name of an algorithm and changes of its axes; without effect in `sft` and `pretrain`."""
     train: schema.TrainConfig = schema.TrainConfig()
     eval: schema.EvalConfig = schema.EvalConfig()
@@ -57,17 +59,6 @@ class RunConfig(Section):
     environment: EnvironmentConfig | None = None
     tools: tuple[ToolConfig, ...] = ()
     """Tools that the model may call; the built-in environment `tools` runs them."""
-
-    @field_validator("algorithm", mode="before")
-    @classmethod
-    def _to_objective(cls, value: Any) -> Any:
-        """Convert `{name: grpo, clip: {high: 0.28}}` into an objective: the axes of the name, with the changes."""
-        if isinstance(value, PolicyObjective | PreferenceObjective | RewardModelObjective):
-            return value
-        if not isinstance(value, Mapping):
-            raise ValueError(f"algorithm must be a mapping with a name, as in {{name: dapo}}, got {value!r}")
-        axes = {key: item for key, item in value.items() if key != "name"}
-        return objective_of(str(value.get("name", "grpo")), axes)
 
     @model_validator(mode="before")
     @classmethod
@@ -248,7 +239,7 @@ class RunConfig(Section):
         return self.updates_per_epoch * self.train.epochs_per_step if self.kind == "rl" else 1
 
     def to_tree(self, secrets: bool = False) -> dict[str, Any]:
-        """Convert to a plain dict with the keys of a file; `build_config` restores the config from it.
+        """Convert to a plain dict with the keys of a file; `load_config` restores the config from it.
 
         Args:
             secrets: keep secrets, to build another config. Never for a tree that is written, sent or shown.

@@ -24,6 +24,7 @@ from typing import Any
 
 from atomrl.common.errors import reraise_as
 
+BOM = b"\xef\xbb\xbf"
 SHOWN = 20
 """Invalid rows listed in an error message."""
 
@@ -76,33 +77,28 @@ def read_rows(path: str | Path) -> Iterator[RawRow]:
     path = Path(path)
     if not path.exists():
         raise DataNotHere(f"data file {path} does not exist")
-    if path.is_dir() or path.suffix == ".parquet":
-        return _arrow_rows(path)
     suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-    return {".csv": _csv_rows, ".json": _json_rows}.get(suffix, _jsonl_rows)(path)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[io.BufferedReader | gzip.GzipFile]:
-    try:
-        with path.open("rb") as file, gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file as content:
-            yield content
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-
-
-def _jsonl_rows(path: Path) -> Iterator[RawRow]:
+    if path.is_dir() or path.suffix == ".parquet":
+        yield from _arrow_rows(path)
+        return
     with _opened(path) as file:
+        start = file.peek(1)  # what is buffered, some KiB
+        if suffix == ".csv":
+            yield from _csv_rows(path, file)
+            return
+        if suffix == ".json" and start.removeprefix(BOM).lstrip().startswith(b"["):  # otherwise it is read as JSONL
+            yield from _array_rows(path, file.read())
+            return
+        # Another format under the name of JSONL is named at once, instead of an error for each line.
+        for mark, kind in _FOREIGN.items():
+            if start.startswith(mark):
+                raise DataError(f"{path}:1: not JSONL but {kind}")
         number = 0
         while line := file.readline(MAX_LINE_BYTES + 1):
             number += 1
             place = f"{path.name}:{number}"
-            # Another format under the name of JSONL is named at once, instead of an error for each line.
             if number == 1:
-                for start, kind in _FOREIGN.items():
-                    if line.startswith(start):
-                        raise DataError(f"{path}:1: not JSONL but {kind}")
-                line = line.removeprefix(b"\xef\xbb\xbf")
+                line = line.removeprefix(BOM)
             # Skip the rest of a line that is too long.
             if len(line) > MAX_LINE_BYTES:
                 while not line.endswith(b"\n") and (line := file.readline(MAX_LINE_BYTES)):
@@ -113,6 +109,15 @@ def _jsonl_rows(path: Path) -> Iterator[RawRow]:
                     yield RawRow(place, parse_line(line))
                 except DataError as error:
                     yield RawRow(place, None, str(error))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[io.BufferedReader | gzip.GzipFile]:
+    try:
+        with path.open("rb") as file, gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file as content:
+            yield content
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
@@ -161,16 +166,11 @@ def _decode(text: str, start: int) -> tuple[Any, int]:
     return value, end
 
 
-def _json_rows(path: Path) -> Iterator[RawRow]:
-    """Read a JSON array of objects; a file that does not start with `[` is read as JSONL.
+def _array_rows(path: Path, content: bytes) -> Iterator[RawRow]:
+    """Read a JSON array of objects.
 
     After invalid JSON the next row cannot be located, so the whole file is refused.
     """
-    with _opened(path) as file:
-        content = file.read()
-    if not content.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-        yield from _jsonl_rows(path)
-        return
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -202,9 +202,9 @@ def _skip_space(text: str, position: int) -> int:
     return match.end()
 
 
-def _csv_rows(path: Path) -> Iterator[RawRow]:
+def _csv_rows(path: Path, file: io.BufferedReader | gzip.GzipFile) -> Iterator[RawRow]:
     csv.field_size_limit(MAX_LINE_BYTES)
-    with _opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="") as text:
+    with io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="") as text:
         reader = csv.reader(text, strict=True)
         names: list[str] = []
         while True:

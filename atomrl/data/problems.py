@@ -146,7 +146,7 @@ def read_source(
     paths = [source] if isinstance(source, str) else source
     if not paths or len(set(paths)) < len(paths):
         raise DataError(f"a list of data files needs at least one file, and each once; got {paths}")
-    # Open all sources before any row is read, so that a misspelt one is an error at once.
+    # Check all sources before any row is read, so that a misspelt one is an error at once.
     names = [Path(path).name for path in paths]
     opened: list[tuple[str, Iterator[RawRow]]] = []
     for path, name in zip(paths, names, strict=True):
@@ -160,11 +160,10 @@ def read_source(
         if "." not in path and "/" not in path and not Path(path).exists():
             kinds = "a data file (.jsonl, .json, .csv, .parquet), a data set of the hub (OWNER/NAME) nor a generator"
             raise DataError(f"{path!r} is neither {kinds}; {did_you_mean(path, GENERATORS)}")
-        if not Path(path).exists() and find_hub_source(f"{path}::train"):
-            raise DataNotHere(
-                f"data file {path} does not exist ({Path(path).parent} is a folder here; a data set of the Hugging "
-                f"Face hub needs its split, as in {path}::train)"
-            )
+        if not Path(path).exists():
+            hint = f" ({Path(path).parent} is a folder here; a data set of the Hugging Face hub needs its split, as in "
+            hint = f"{hint}{path}::train)" if find_hub_source(f"{path}::train") else ""
+            raise DataNotHere(f"data file {path} does not exist{hint}")
         # Places name the file alone, unless another file has the same name.
         opened.append(("" if names.count(name) == 1 else path.removesuffix(name), read_rows(path)))
     for folder, rows in opened:
@@ -461,13 +460,12 @@ class DataProcessor:
         return prompts
 
     def filter_overlong(self, problems: Sequence[Problem], source: str = "") -> list[Problem]:
-        """Return the problems to use.
+        """Return the problems to use: with `overlong_prompt: drop` those whose prompt has at most `max_prompt_tokens`.
 
-        With `overlong_prompt: drop` those with prompts over `max_prompt_tokens` are dropped; with `truncate` all are
-        used, and overlong prompts lose their first tokens in `to_prompts`.
+        With `truncate` all problems are used, and overlong prompts lose their first tokens in `to_prompts`.
 
         Args:
-            source: name of the data, for a warning if there are overlong prompts; "" for none.
+            source: name of the data, for a warning with the number of overlong prompts; "" for none.
 
         Raises:
             DataError: no problem is left.

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from atomrl.common.errors import did_you_mean
-from atomrl.config import ConfigError, RunConfig, build_config, known_keys, merge_trees, nest
+from atomrl.config import ConfigError, RunConfig, known_keys, load_config, merge_trees, nest
 from atomrl.config.loading import foreign_names, renamed
 from atomrl.tools.importers import trl_arguments as trl_shared
 from atomrl.tools.importers.translation import Translation
@@ -280,8 +280,8 @@ class TRLConfig:
             tree["model"]["dtype"] = "auto"
         if values.get("use_vllm") and find_spec("vllm") is not None:
             tree["rollout"]["engine"] = "vllm"
-        checked: RunConfig = build_config(
-            merge_trees(tree, {"run_name": "-", "model": {"path": "-"}, "data": {"train": "-"}}), self._called
+        checked: RunConfig = load_config(
+            merge_trees(tree, {"run_name": "-", "model": {"path": "-"}, "data": {"train": "-"}}), name=self._called
         )
         assert (checked.kind == "rl") == TRAINERS[self.kind].samples
         notes = [f"{', '.join(idle)}: no effect here"] if idle else []

@@ -21,7 +21,7 @@ from atomrl.atoms.masks import masked_mean, masked_sum
 from atomrl.atoms.policy_losses import clipped_policy_loss, clipped_tokens, sequence_mean, token_mean, token_ratio
 from atomrl.batches import flat_fields
 from atomrl.common.chat_template import stop_tokens
-from atomrl.config import DataConfig, ModelConfig, RolloutConfig
+from atomrl.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
 from atomrl.data.problems import DataProcessor
 from atomrl.data.rows import to_rows
 from atomrl.engines.hf import HFEngine
@@ -100,9 +100,11 @@ def generate_samples(
         temperature=temperature,
         seed=seed,
     )
-    batch = DataProcessor(tokenizer, DataConfig(train="-", max_prompt_tokens=10**6)).to_prompts(items)
+    data = DataConfig(train="-", max_prompt_tokens=10**6)
+    batch = DataProcessor(tokenizer, data).to_prompts(items)
     if isinstance(model, str | Path):
-        engine = build_engine(str(model), tokenizer, RolloutConfig(), ModelConfig(path=str(model)))
+        config = RunConfig(run_name="samples", model=ModelConfig(path=str(model)), data=data)
+        engine = build_engine(config, str(model), tokenizer)
         trajectories = generate(engine, batch, sampling)
         engine.close()
     else:

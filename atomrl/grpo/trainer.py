@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from atomrl.common.files import write_jsonl
-from atomrl.config import ConfigError, DataConfig, RunConfig, build_config, merge_trees
+from atomrl.config import ConfigError, DataConfig, RunConfig, load_config, merge_trees
 from atomrl.config.loading import renamed
 from atomrl.data.files import DataError, RawRow, error_list
 from atomrl.data.problems import problem_reader, read_source, to_problems
@@ -372,7 +372,7 @@ class Trainer:
             "data": data,
             **self._sections(),
         }
-        return build_config(merge_trees(self.args.to_tree(), tree), type(self).__name__)
+        return load_config(merge_trees(self.args.to_tree(), tree), name=type(self).__name__)
 
     @staticmethod
     def _load(folder: str | Path) -> Any:

@@ -26,7 +26,7 @@ from pydantic import ConfigDict, Field, RootModel, ValidationError, model_valida
 from atomrl.common.errors import did_you_mean, reraise_as
 from atomrl.common.files import write_text
 from atomrl.common.processes import die_with_parent, without_launcher
-from atomrl.config import ConfigError, RunConfig, build_config, dump_config, merge_trees, read_yaml
+from atomrl.config import ConfigError, RunConfig, dump_config, load_config, merge_trees, read_yaml
 from atomrl.config.loading import nest
 from atomrl.config.schema import Section
 from atomrl.tracking.doctor.rules import EVALUATED
@@ -149,7 +149,7 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
             if isinstance(before, Mapping) and before.get("type") != value:
                 tree = merge_trees(tree, nest(section, None))
         tree = merge_trees(tree, nest(key, value))
-    return build_config(tree)
+    return load_config(tree)
 
 
 # --------------------------------------------------------------------------------------------------------------------

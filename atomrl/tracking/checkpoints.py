@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.common.files import flush_to_disk, new_folder, sha256
-from atomrl.config import ConfigError, RunConfig, build_config
+from atomrl.config import ConfigError, RunConfig, load_config
 from atomrl.tracking.reading.lines import flat_tree
 
 MANIFEST = "MANIFEST.json"
@@ -150,7 +150,7 @@ def config_changes(before: Mapping[str, Any], now: RunConfig) -> list[str]:
     A key that the stored tree lacks (it was written by an older version) counts as its default.
     """
     with contextlib.suppress(ConfigError):  # a key that no longer exists stays in the tree, as a difference
-        before = build_config(before).to_tree()
+        before = load_config(before).to_tree()
     old, new = flat_tree(before), flat_tree(now.to_tree())
     keys = [*old, *(key for key in new if key not in old)]
     return [f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)]

@@ -17,6 +17,7 @@ from atomrl.trainer.checks import (
     check_policy,
     check_ranks,
     check_savers,
+    check_secrets,
     check_unused,
 )
 from atomrl.trainer.offline import PreferenceRun, PretrainRun, RewardModelRun, SupervisedRun
@@ -58,6 +59,7 @@ def prepare_run(config: RunConfig, local_rewards: Mapping[str, RewardFunction] |
     """
     if local_rewards:
         check_rl(config)
+    check_secrets(config)
     check_unused(config)
     check_policy(config)
     check_adapters(config)

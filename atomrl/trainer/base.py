@@ -202,7 +202,7 @@ class PreparedRun(ABC):
             self.start = starting_model(config, self.tokenizer, directory)
             trainer_config = with_settings(config, settings or {})
             self.trainer = trainer = build_trainer(
-                trainer_config, self.algorithm, self.start, self.tokenizer, self.cluster
+                trainer_config, self.algorithm, self.start, cluster=self.cluster, tokenizer=self.tokenizer
             )
             stack.callback(trainer.close)
             if newest:

@@ -175,29 +175,44 @@ def engine_class(rollout: RolloutConfig, path: str, model: ModelConfig) -> tuple
     return (HFEngine if reason else kind), reason
 
 
-def build_engine(path: str, tokenizer: Any, rollout: RolloutConfig, model: ModelConfig) -> RolloutEngine:
-    """Build the rollout engine in this process, with the weights of the model at `path`.
+def build_engine(config: RunConfig, path: str, tokenizer: Any, cluster: RayCluster | None = None) -> RolloutEngine:
+    """Build the engine of a run: in this process, or replicas in Ray actors if there is a `cluster`.
+
+    If the config has an environment, the engine is wrapped in an `EpisodeEngine`.
+
+    Args:
+        path: folder or hub name of the engine's initial weights.
 
     Raises:
         ConfigError: as `engine_class`.
     """
-    kind, reason = engine_class(rollout, path, model)
-    if reason:
-        log.warning("using the hf engine for rollouts: %s", reason)
-    device, share = device_name(model.device), rollout.gpu_memory_utilization
-    options = EngineOptions(
-        dtype=compute_dtype(model.dtype, device),
-        device=device,
-        trust_remote_code=model.trust_remote_code,
-        lora_rank=model.lora.rank if model.lora else 0,
-        max_concurrent_completions=rollout.concurrent_completions,
-        whole_logprobs=rollout.temperature == 1 and rollout.logprobs_over == "vocabulary",
-        gpu_memory_utilization=EngineOptions.gpu_memory_utilization if share == "auto" else share,
-        **rollout.model_dump(
-            include={"tensor_parallel", "engine_args", "server", "server_timeout_s", "server_weights"}
-        ),
-    )
-    return kind.from_pretrained(str(resolve_folder(path)), tokenizer, options)
+    rollout, model = config.rollout, config.model
+    engine: RolloutEngine
+    if cluster is not None:  # each actor calls this function without a cluster
+        changes = {"model": actor_model(model), "environment": None}
+        engine = ReplicatedEngine(partial(build_engine, config.model_copy(update=changes), path, tokenizer), cluster)
+    else:
+        kind, reason = engine_class(rollout, path, model)
+        if reason:
+            log.warning("using the hf engine for rollouts: %s", reason)
+        device, share = device_name(model.device), rollout.gpu_memory_utilization
+        options = EngineOptions(
+            dtype=compute_dtype(model.dtype, device),
+            device=device,
+            trust_remote_code=model.trust_remote_code,
+            lora_rank=model.lora.rank if model.lora else 0,
+            max_concurrent_completions=rollout.concurrent_completions,
+            whole_logprobs=rollout.temperature == 1 and rollout.logprobs_over == "vocabulary",
+            gpu_memory_utilization=EngineOptions.gpu_memory_utilization if share == "auto" else share,
+            **rollout.model_dump(
+                include={"tensor_parallel", "engine_args", "server", "server_timeout_s", "server_weights"}
+            ),
+        )
+        engine = kind.from_pretrained(str(resolve_folder(path)), tokenizer, options)
+    if config.environment is None:
+        return engine
+    kwargs = config.data.chat_template_kwargs
+    return EpisodeEngine(engine, tokenizer, config.environment, tool_schemas(config), kwargs)
 
 
 def corrected(objective: PolicyObjective | PreferenceObjective, exact: bool) -> PolicyObjective | PreferenceObjective:
@@ -276,25 +291,6 @@ def started(config: RunConfig) -> datetime:
     return datetime.now()
 
 
-def build_rollout(config: RunConfig, path: str, tokenizer: Any, cluster: RayCluster | None) -> RolloutEngine:
-    """Build the engine of a run: in this process, or replicas in Ray actors if there is a `cluster`.
-
-    If the config has an environment, the engine is wrapped in an `EpisodeEngine`.
-
-    Raises:
-        ConfigError: as `engine_class`.
-    """
-    if cluster is None:
-        engine = build_engine(path, tokenizer, config.rollout, config.model)
-    else:
-        build = partial(build_engine, path, tokenizer, config.rollout, actor_model(config.model))
-        engine = ReplicatedEngine(build, cluster)
-    if config.environment is None:
-        return engine
-    kwargs = config.data.chat_template_kwargs
-    return EpisodeEngine(engine, tokenizer, config.environment, tool_schemas(config), kwargs)
-
-
 def starting_model(config: RunConfig, tokenizer: Any, directory: RunDirectory) -> str:
     """Return the folder or hub name that training starts from.
 
@@ -312,46 +308,38 @@ def starting_model(config: RunConfig, tokenizer: Any, directory: RunDirectory) -
 
 
 def build_trainer(
-    config: RunConfig, algorithm: Algorithm, path: str, tokenizer: Any, cluster: RayCluster | None
-) -> TrainingBackend:
-    """Build the training back end: in this process, on the ranks of `backend`, or in the cluster's `trainer` actors.
-
-    It also loads the other models that the algorithm needs (reference, critic, teacher).
-
-    Args:
-        path: folder or hub name of the policy's initial weights.
-    """
-    if config.backend is not None and not in_actors(config):
-        build_rank = partial(new_backend, config, algorithm, path)
-        return start_ranks(build_rank, config.backend, device_name(config.model.device), tokenizer)
-    if cluster is None or "trainer" not in cluster.wanted:
-        return new_backend(config, algorithm, path, tokenizer=tokenizer)
-    remote = config.model_copy(update={"model": actor_model(config.model)})
-    if config.backend is not None:
-        build_rank = partial(new_backend, remote, algorithm, path)
-        return start_rank_actors(build_rank, config.backend, remote.model.device, tokenizer, cluster)
-    build = partial(new_backend, remote, algorithm, path, tokenizer=tokenizer)
-    return start_actors(build, cluster, [role for role in get_args(RoleName) if role in cluster.wanted])
-
-
-def new_backend(
     config: RunConfig,
     algorithm: Algorithm,
     path: str,
     ranks: Ranks | None = None,
     device: torch.device | None = None,
+    cluster: RayCluster | None = None,
     **options: Any,
 ) -> TrainingBackend:
-    """Create a back end in this process: that of one rank of `backend`, or a `LocalBackend`.
+    """Build the training back end: in this process, on the ranks of `backend`, or in the cluster's `trainer` actors.
 
-    Log-probs are computed at the sampling temperature if the run has rollouts, else at 1.
+    Other processes call this function again, each for its part. A part also loads the other models that the algorithm
+    needs (reference, critic, teacher). Log-probs are computed at the sampling temperature if the run has rollouts, else
+    at 1.
 
     Args:
         path: folder or hub name of the policy's initial weights.
-        ranks: the group of ranks, of which this process is one; None without a section `backend`.
+        ranks: the group of ranks, of which this process is one; None: a section `backend` starts them.
         device: of this rank; None: `model.device`.
-        options: further arguments of `BaseBackend`, such as the tokenizer and the roles to load.
+        options: further arguments of `BaseBackend`: `tokenizer`, and the roles to load.
     """
+    # Start ranks or actors.
+    if ranks is None and config.backend is not None and not in_actors(config):
+        build_rank = partial(build_trainer, config, algorithm, path)
+        return start_ranks(build_rank, config.backend, device_name(config.model.device), **options)
+    if cluster is not None and "trainer" in cluster.wanted:
+        remote = config.model_copy(update={"model": actor_model(config.model)})
+        build_part = partial(build_trainer, remote, algorithm, path)
+        if config.backend is not None:
+            return start_rank_actors(build_part, config.backend, remote.model.device, cluster=cluster, **options)
+        apart = [role for role in get_args(RoleName) if role in cluster.wanted]
+        return start_actors(partial(build_part, **options), cluster, apart)
+    # Create the back end of this process: that of a rank, or a `LocalBackend`.
     kind = LocalBackend if config.backend is None else partial(ranked_kind(config.backend), config.backend)
     return kind(
         model=config.model.model_copy(update={"path": path}),

@@ -18,6 +18,7 @@ import torch
 
 from atomrl.common.errors import nearest, reraise_as
 from atomrl.common.functions import subscripts
+from atomrl.common.secrets import check_unmasked
 from atomrl.config import ConfigError, RolloutConfig, RunConfig
 from atomrl.data.problems import COMPLETIONS
 from atomrl.data.tasks import is_generator
@@ -62,6 +63,18 @@ SERVER_TIMEOUT_S = 10.0
 
 # --------------------------------------------------------------------------------------------------------------------
 # Config, models, optimizer and ranks.
+
+
+def check_secrets(config: RunConfig) -> None:
+    """Check that the config has its secrets: a run's own `config.yaml` can be looked at, but not trained with.
+
+    Raises:
+        ConfigError: a secret was left out.
+    """
+    try:
+        check_unmasked(config.to_tree(secrets=True))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def check_unused(config: RunConfig) -> None:

@@ -295,7 +295,7 @@ class PretrainRun(OfflineRun):
         config, settings = self.config, self.settings
         self.held_out = self._rows("val", settings.eval_windows, SEED_OF_VALIDATION, 0)
         if settings.sample_every_steps:
-            self.engine = build_engine(self.start, self.tokenizer, config.rollout, config.model)
+            self.engine = build_engine(config, self.start, self.tokenizer)
             stack.callback(self.engine.close)
             self.transfer = InProcessTransfer(self.trainer, self.engine, self.record.progress.note)
         return self

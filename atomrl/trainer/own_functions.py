@@ -24,7 +24,7 @@ from torch import Tensor
 from atomrl.batches import RowBatch, TrainingBatch, map_fields
 from atomrl.common.errors import did_you_mean
 from atomrl.common.functions import find_function, name_of, plain_name
-from atomrl.config import ConfigError, RunConfig, build_config
+from atomrl.config import ConfigError, RunConfig, load_config
 from atomrl.data.rows import to_rows, to_training_batches
 from atomrl.objectives import PolicyObjective
 from atomrl.objectives.auxiliary import Distillation
@@ -83,7 +83,7 @@ def with_functions(
         if not isinstance(reward, str):
             by_name[name] = reward
         tree["reward"] |= {"functions": [{"function": name}], "by_data_source": {}}
-    return build_config(tree), by_name
+    return load_config(tree), by_name
 
 
 # --------------------------------------------------------------------------------------------------------------------

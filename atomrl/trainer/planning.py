@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from atomrl.config import ConfigError, RunConfig, build_config, merge_trees, read_yaml
+from atomrl.config import ConfigError, RunConfig, load_config, merge_trees, read_yaml
 from atomrl.models.loading import model_config_only
 from atomrl.models.memory import BESIDE, MOST_TOKENS, planning_shape, process_memory
 from atomrl.protocols import Algorithm
@@ -675,6 +675,6 @@ def merged(chosen: Sequence[Trade]) -> dict[str, Any]:
 def changed(plan: Plan, chosen: Sequence[Trade]) -> Plan | None:
     """Plan a config after some changes; None if they make it invalid."""
     try:
-        return plan.replan(build_config(merge_trees(plan.config.to_tree(secrets=True), merged(chosen))))
+        return plan.replan(load_config(merge_trees(plan.config.to_tree(secrets=True), merged(chosen))))
     except ConfigError:
         return None

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.common.functions import search_in, searched
-from atomrl.config import ConfigError, RunConfig, build_config, merge_trees
+from atomrl.config import ConfigError, RunConfig, load_config, merge_trees
 from atomrl.models.memory import process_memory
 
 REQUEST, RESULT = "request.json", "result.json"
@@ -100,7 +100,7 @@ def main(place: Path) -> None:
     request = json.loads((place / REQUEST).read_text(encoding="utf-8"))
     for folder in request["folders"]:  # of the user's own functions
         search_in(folder)
-    config = build_config(request["config"])
+    config = load_config(request["config"])
     steps: list[dict[str, float]] = []
     end_times: list[float] = []
     random = config.model.path is not None and not has_weights(config.model.path)

@@ -17,7 +17,7 @@ from atomrl.common.chat_template import stop_tokens
 from atomrl.common.files import model_identity, write_text
 from atomrl.common.metrics import Metrics
 from atomrl.common.threads import single_thread
-from atomrl.config import RunConfig, build_config
+from atomrl.config import RunConfig, load_config
 from atomrl.data.checks import repetitions
 from atomrl.data.problems import DataProcessor, PromptStream, load_problems
 from atomrl.data.rows import to_rows
@@ -248,7 +248,7 @@ class RLRun(PreparedRun):
         """Hashes and settings that a pool's groups depend on. The trainer must have the same."""
         keys = (*DISTRIBUTION_KEYS, "completions_per_prompt")
         sampling = {f"rollout.{key}": str(getattr(self.config.rollout, key)) for key in keys}
-        shown = build_config(self.config.to_tree())  # without secrets, as the pool keeps it
+        shown = load_config(self.config.to_tree())  # without secrets, as the pool keeps it
         judged = {"reward": shown.reward.model_dump_json(exclude={"workers", "wait_s"})}
         if shown.environment is not None:
             judged["environment"] = shown.environment.model_dump_json(exclude={"workers", "timeout_s", "wait_s"})
@@ -269,10 +269,21 @@ class RLRun(PreparedRun):
         stack.callback(self.save_totals)
         if self.cluster is not None and "reward" in self.cluster.wanted:
             move_models(self.rewards, self.cluster)
-        # Without an engine of its own, a run that reads a pool needs one only for evaluations.
-        pooled = config.rollout.source == "pool"
-        engine = self._start_engine(stack) if not pooled or self.held_out else None
+        # The engine; a run that reads a pool needs one only for evaluations.
+        pooled, engine = config.rollout.source == "pool", None
+        if not pooled or self.held_out:
+            engine_config, share = with_share(config, self.algorithm)
+            rollout = engine_config.rollout
+            lines = [f"rollout.engine={rollout.engine} ({self.engine_reason})"]
+            if share is not None:
+                lines.append(f"rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g} ({share})")
+            for line in lines:
+                log.info(line)
+                self.record.directory.log_file.note(line)
+            engine = build.build_engine(engine_config, self.path, self.tokenizer, self.cluster)
+            stack.callback(engine.close)
         self.engine = engine
+        # The source of the step's groups, and the way of new weights to the engine.
         source: GroupSource
         transfer: WeightTransfer
         if pooled:
@@ -324,20 +335,6 @@ class RLRun(PreparedRun):
             "rewards": self.rewards,
             "sampling": build.train_sampling(self.config),
         }
-
-    def _start_engine(self, stack: ExitStack) -> RolloutEngine:
-        """Start the engine. Logs which one, and why."""
-        config, share = with_share(self.config, self.algorithm)
-        note = self.record.directory.log_file.note
-        lines = [f"rollout.engine={config.rollout.engine} ({self.engine_reason})"]
-        if share is not None:
-            lines.append(f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization:g} ({share})")
-        for line in lines:
-            log.info(line)
-            note(line)
-        engine = build.build_rollout(config, self.path, self.tokenizer, self.cluster)
-        stack.callback(engine.close)
-        return engine
 
     def _open_pool(self, stack: ExitStack) -> tuple[GroupSource, WeightTransfer]:
         """Return a source that reads a pool, and a transfer that publishes weights for the processes that fill it."""
@@ -454,7 +451,7 @@ def fill(run: RLRun, groups: int | None = None, report: Callable[[str], None] = 
         stack.callback(pool.close)
         pool.check_identity(run.pool_identity)
         cluster = open_cluster(config, run.algorithm, stack, producer=True)
-        engine = build.build_rollout(config, run.path, run.tokenizer, cluster)
+        engine = build.build_engine(config, run.path, run.tokenizer, cluster)
         stack.callback(engine.close)
         source = EngineSource(**run.drawing(engine))
         follower = WeightFollower(engine, PublishedWeights(config.run_dir))

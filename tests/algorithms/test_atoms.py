@@ -78,6 +78,6 @@ def test_a_choice_names_the_atoms_that_its_code_calls(kind):
 
 def test_explain_names_what_the_objective_calls_for_a_choice():
     """Rewards at tokens, the KL that is taken off them, and a coefficient that adapts: of PPO as it was published."""
-    ppo = table(objective_of("ppo", {"kl": {"apply_to": "reward", "coefficient": 0.1, "target": 6.0}}))
+    ppo = table(objective_of({"name": "ppo", "kl": {"apply_to": "reward", "coefficient": 0.1, "target": 6.0}}))
     assert all(f" {name} " in ppo for name in ("reward_at_last_token", "kl_penalised_reward", "adaptive_coefficient"))
-    assert "per_token" not in ppo and " row_max " in table(objective_of("grpo", {"rollout_is": KL_REJECTION}))
+    assert "per_token" not in ppo and " row_max " in table(objective_of({"name": "grpo", "rollout_is": KL_REJECTION}))

@@ -5,7 +5,7 @@ import torch
 
 from atomrl.algorithms import objective_of
 from atomrl.batches import RowBatch, concat_turns, flat_fields, select_rows, split_turns
-from atomrl.config import ConfigError, build_config
+from atomrl.config import ConfigError, load_config
 from atomrl.data.rows import to_training_batches, with_advantages
 from atomrl.trainer.rl import mean_advantages
 from tests.algorithms.batches import LIMIT, changed, flat_rows, loss_gradient, make_rows, moved_logprobs, with_turns
@@ -108,7 +108,7 @@ def test_the_gradient_is_that_of_an_unbroken_row(case):
 
 @pytest.mark.parametrize("loss_agg", ["token_mean", "sequence_mean", "constant_length", "prompt_mean"])
 def test_the_rows_of_a_trajectory_are_in_one_update_and_weigh_as_one(loss_agg):
-    algorithm = objective_of("grpo", {"loss_agg": loss_agg}).resolved(max_completion_tokens=LIMIT)
+    algorithm = objective_of({"name": "grpo", "loss_agg": loss_agg}).resolved(max_completion_tokens=LIMIT)
     parts = list(
         to_training_batches(with_advantages(algorithm, BROKEN), algorithm, updates=3, epochs=1, seed=0, step=1)
     )
@@ -142,10 +142,10 @@ CONFIG = {
     ({"algorithm": {"name": "grpo", "rollout_is": ["kl_rejection"]}}, "algorithm.rollout_is=kl_rejection"),
 ])  # fmt: skip
 def test_objectives_that_need_one_row_per_completion_are_refused(changes, words):
-    build_config(CONFIG)
+    load_config(CONFIG)
     tree = CONFIG | {key: {**CONFIG.get(key, {}), **value} for key, value in changes.items()}
     with pytest.raises(ConfigError, match=words):
-        build_config(tree)
+        load_config(tree)
 
 
 @pytest.mark.parametrize("axes", [
@@ -153,8 +153,8 @@ def test_objectives_that_need_one_row_per_completion_are_refused(changes, words)
     {"rollout_is": [{"type": "kl_rejection", "level": "token"}]},
 ])  # fmt: skip
 def test_statistics_of_the_whole_step_are_accepted(axes):
-    build_config(CONFIG | {"algorithm": {"name": "grpo", **axes}})
-    algorithm = objective_of("grpo", axes).resolved()
+    load_config(CONFIG | {"algorithm": {"name": "grpo", **axes}})
+    algorithm = objective_of({"name": "grpo", **axes}).resolved()
     whole, apart = with_advantages(algorithm, ROWS), with_advantages(algorithm, BROKEN)
     if whole.rollout_is_weights is not None:
         wanted = whole.rollout_is_weights.flatten()[PLACES[BROKEN.loss_mask]]

@@ -75,7 +75,7 @@ def test_gae_skips_what_the_model_did_not_write(gamma, lam):
 
 
 def test_the_length_of_what_others_wrote_changes_nothing():
-    algorithm = objective_of("ppo", {"kl": {"coefficient": 0.0}}).resolved()
+    algorithm = objective_of({"name": "ppo", "kl": {"coefficient": 0.0}}).resolved()
     short, long = algorithm.advantages(turns(1)), algorithm.advantages(turns(40))
     for name in ("advantages", "returns"):
         own, other = (getattr(item, name)[item.loss_mask] for item in (short, long))
@@ -160,7 +160,7 @@ def test_the_bonus_for_entropy_by_hand():
 
 
 def test_metrics_do_not_depend_on_the_split():
-    algorithm, rows = objective_of("a2c", {}).resolved(), turns()
+    algorithm, rows = objective_of({"name": "a2c"}).resolved(), turns()
     batch = training_batch(algorithm, rows)
     logprobs, predicted = rows.old_logprobs.nan_to_num(), torch.rand(rows.tokens.shape, dtype=torch.float64)
 
@@ -197,7 +197,9 @@ def test_explained_variance():
 
 def test_the_adaptive_coefficient_of_ppo_follows_a_slow_loop():
     """Ziegler et al., section 2.2, on the KL of each step's tokens; the reward pays what held when it was earned."""
-    algorithm = objective_of("ppo", {"kl": {"target": 0.1, "horizon": 20.0}, "advantage": {"whiten": False}}).resolved()
+    algorithm = objective_of(
+        {"name": "ppo", "kl": {"target": 0.1, "horizon": 20.0}, "advantage": {"whiten": False}}
+    ).resolved()
     beta, state = 0.02, {}
     for scale in (0.0, 0.5, 2.0, -1.0, 2.0):
         rows = turns()
@@ -212,11 +214,11 @@ def test_the_adaptive_coefficient_of_ppo_follows_a_slow_loop():
 
 
 def test_the_needs_of_ppo_and_a2c():
-    ppo, a2c = objective_of("ppo", {}).resolved(), objective_of("a2c", {}).resolved()
+    ppo, a2c = objective_of({"name": "ppo"}).resolved(), objective_of({"name": "a2c"}).resolved()
     assert ppo.needs == ppo.advantage_inputs == {"values", "old_logprobs", "ref_logprobs"}
     assert ppo.outputs == {"logprobs", "values"} and ppo.row_unit == "row"
     assert a2c.advantage_inputs == {"values"} and a2c.outputs == {"logprobs", "values", "entropy"}
-    assert "values" not in objective_of("grpo", {"value": {"clip": 0.1}}).resolved().needs
+    assert "values" not in objective_of({"name": "grpo", "value": {"clip": 0.1}}).resolved().needs
 
 
 @pytest.mark.parametrize(
@@ -231,4 +233,4 @@ def test_the_needs_of_ppo_and_a2c():
 )
 def test_bad_parameters_stop_a_run_before_it_begins(axes, said):
     with pytest.raises(ValueError, match=said):
-        objective_of("ppo", axes).resolved()
+        objective_of({"name": "ppo", **axes}).resolved()

@@ -23,7 +23,7 @@ def trajectory(index, tokens, reward):
 @pytest.mark.parametrize("max_row_tokens", [None, 8])
 def test_the_overlong_penalty_is_of_the_length_as_sampled(max_row_tokens):
     algorithm = objective_of(
-        "dapo", {"advantage": "raw", "shaping": {"max_completion_tokens": 20, "overlong_buffer_tokens": 4}}
+        {"name": "dapo", "advantage": "raw", "shaping": {"max_completion_tokens": 20, "overlong_buffer_tokens": 4}}
     )
     rows = to_rows([trajectory(0, 18, 1.0), trajectory(1, 3, 1.0)], max_row_tokens)
     batch = algorithm.resolved(max_completion_tokens=20).advantages(rows)

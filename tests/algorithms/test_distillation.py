@@ -12,7 +12,7 @@ from atomrl.algorithms import objective_of
 from atomrl.backends.base import LocalBackend
 from atomrl.batches import RolloutFields, RowBatch, TrainingBatch
 from atomrl.common.metrics import values
-from atomrl.config import ConfigError, ModelConfig, TrainConfig, build_config
+from atomrl.config import ConfigError, ModelConfig, TrainConfig, load_config
 from atomrl.models.memory import count_parameters
 from atomrl.protocols import ModelOutputs
 from atomrl.trainer import prepare_run
@@ -77,7 +77,8 @@ def test_a_step_of_gkd_has_the_gradient_of_the_divergence_of_plain_transformers(
     divergence.mean().backward()
     expected = torch.stack([weight.grad.norm() for weight in student.parameters()]).norm()
     metrics = one_step(
-        backend(folder, rows_per_micro_batch=3), objective_of("gkd", {"distillation": {"beta": beta}}).resolved()
+        backend(folder, rows_per_micro_batch=3),
+        objective_of({"name": "gkd", "distillation": {"beta": beta}}).resolved(),
     )
     assert metrics["actor/distillation_loss"] == pytest.approx(divergence.mean().item(), rel=1e-4)
     assert metrics["actor/grad_norm"] == pytest.approx(expected.item(), rel=1e-3)
@@ -87,7 +88,7 @@ def test_over_all_tokens_the_advantage_has_the_gradient_of_the_reverse_kl():
     """One row for each token of the vocabulary, weighed by how likely the policy is to draw it."""
     logits = torch.randn(7, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
     teacher = torch.randn(7, generator=torch.Generator().manual_seed(1), dtype=torch.float64).log_softmax(0)
-    algorithm = objective_of("on_policy_distillation", {}).resolved()
+    algorithm = objective_of({"name": "on_policy_distillation"}).resolved()
     logprobs = logits.log_softmax(0)
     (wanted,) = torch.autograd.grad((logprobs.exp() * (logprobs - teacher)).sum(), logits, retain_graph=True)
     column = F.pad(logprobs[:, None], (1, 0))
@@ -116,26 +117,26 @@ def test_over_all_tokens_the_advantage_has_the_gradient_of_the_reverse_kl():
     ("name", "metric"), [("gkd", "actor/distillation_loss"), ("on_policy_distillation", "actor/teacher_kl")]
 )
 def test_a_policy_that_is_its_teacher_learns_nothing(folder, name, metric):
-    metrics = one_step(backend(folder, teacher="student"), objective_of(name, {}).resolved())
+    metrics = one_step(backend(folder, teacher="student"), objective_of({"name": name}).resolved())
     assert metrics[metric] == pytest.approx(0, abs=1e-6) and metrics.get("actor/grad_norm", 0) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["gkd", "on_policy_distillation"])
 def test_neither_rewards_nor_groups_have_a_part_in_it(folder, name):
-    algorithm, trainer = objective_of(name, {}).resolved(), backend(folder)
+    algorithm, trainer = objective_of({"name": name}).resolved(), backend(folder)
     rows = trainer.forward_only(make_rows(), algorithm.advantage_inputs)
     other = replace(rows, rewards=rows.rewards + torch.randn(rows.rows), group_ids=torch.zeros_like(rows.group_ids))
     assert torch.equal(algorithm.advantages(rows).advantages, algorithm.advantages(other).advantages)
 
 
 def test_a_policy_comes_to_its_teacher(folder):
-    trainer, algorithm = backend(folder), objective_of("gkd", {}).resolved()
+    trainer, algorithm = backend(folder), objective_of({"name": "gkd"}).resolved()
     seen = [one_step(trainer, algorithm)["actor/distillation_loss"] for _ in range(40)]
     assert seen[-1] < 0.3 * seen[0]
 
 
 def config(folder, teacher, name="gkd"):
-    return build_config(
+    return load_config(
         {
             "run_name": "r",
             "output_dir": str(folder / "runs"),
@@ -174,14 +175,16 @@ def test_a_teacher_of_another_vocabulary_is_refused_before_there_is_a_run(folder
 
 
 def test_an_algorithm_that_needs_no_teacher_does_not_look_at_it(folder):
-    check_companions(config(folder, "nowhere"), objective_of("grpo", {}).resolved(), str(folder / "student"), None)
+    check_companions(
+        config(folder, "nowhere"), objective_of({"name": "grpo"}).resolved(), str(folder / "student"), None
+    )
 
 
 def test_the_estimate_of_memory_has_the_teacher_and_its_distributions(folder):
     from transformers import AutoConfig
 
-    plain = memory_estimate(config(folder, "teacher"), objective_of("grpo", {}))
-    parts = memory_estimate(config(folder, "teacher"), objective_of("gkd", {}))
+    plain = memory_estimate(config(folder, "teacher"), objective_of({"name": "grpo"}))
+    parts = memory_estimate(config(folder, "teacher"), objective_of({"name": "gkd"}))
     assert parts["teacher"] == 4 * count_parameters(AutoConfig.from_pretrained(folder / "teacher"))
     assert parts["distributions"] == 10 * 3072 * 102 * 4
     assert parts["total"] == plain["total"] + parts["teacher"] + parts["distributions"]

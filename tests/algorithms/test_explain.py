@@ -71,7 +71,7 @@ def test_atoms_are_those_that_the_fields_leave_in_use():
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_equation_has_all_terms_that_are_in_use(name):
-    objective = objective_of(name, {"kl": {"coefficient": 0.1}}).resolved(max_completion_tokens=32)
+    objective = objective_of({"name": name, "kl": {"coefficient": 0.1}}).resolved(max_completion_tokens=32)
     text, printed, lines = equation(objective), latex(objective), table(objective)
     for axis in ("clip", "advantage", "distillation"):
         assert all(choice.text in text for choice in objective.used_axes()[axis])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from atomrl.algorithms import ALGORITHMS, PREFERENCES, objective_of
-from atomrl.config import build_config, merge_trees, read_yaml
+from atomrl.config import load_config, merge_trees, read_yaml
 from atomrl.objectives.policy import COEFFICIENT
 from atomrl.trainer import prepare_run
 from atomrl.trainer.loop import Progress
@@ -54,7 +54,7 @@ def small(model, folder, tree, **axes):
         "tracking": {"save_rollouts": False},
         "algorithm": axes,
     }
-    return build_config(merge_trees(tree, changes))
+    return load_config(merge_trees(tree, changes))
 
 
 def test_every_algorithm_has_a_config_of_its_name():
@@ -62,7 +62,7 @@ def test_every_algorithm_has_a_config_of_its_name():
     for path in CONFIGS.glob("*.yaml"):
         tree = read_yaml(path)
         assert tree["algorithm"]["name"] == tree["run_name"] == path.stem
-        build_config(tree)
+        load_config(tree)
 
 
 @pytest.mark.parametrize("name", dict.fromkeys([*ALGORITHMS, "online_dpo", *EXTRA_AXES]))
@@ -83,7 +83,7 @@ def test_an_adaptive_coefficient_survives_a_restart(model, tmp_path):
     axes = {"kl": {"type": "k2", "coefficient": 0.5, "target": 1e-6, "horizon": 20.0}}
 
     def run(folder, steps, progress, checkpoint=None):
-        algorithm = objective_of("grpo", axes).resolved()
+        algorithm = objective_of({"name": "grpo", **axes}).resolved()
         parts, _ = make_parts(model, folder, algorithm=algorithm)
         trainer = type(parts.trainer)
         trainer = with_reference(trainer, model, algorithm)

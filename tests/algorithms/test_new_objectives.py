@@ -45,10 +45,8 @@ def section(path: Path) -> str:
     assert comment is not None and block is not None
     title, _, body = re.sub(r"^# ?", "", comment[0], flags=re.MULTILINE).partition("\n")
     tree = read_yaml(path)
-    name, settings = tree["run_name"], dict(tree["algorithm"])
-    objective = objective_of(settings.pop("name"), settings).resolved(
-        max_completion_tokens=tree["rollout"]["max_completion_tokens"]
-    )
+    name = tree["run_name"]
+    objective = objective_of(tree["algorithm"]).resolved(max_completion_tokens=tree["rollout"]["max_completion_tokens"])
     lines = "\n".join(f"    {line}" for line in equation(objective).splitlines())
     body = re.sub(r"\n*Parents: .*", "", body).strip()
     return f"""## `{name}`: {title.rstrip(".")[0].lower()}{title.rstrip(".")[1:]}
@@ -94,8 +92,7 @@ def test_it_is_no_algorithm_of_the_table_and_trains_a_step(path, tmp_path, monke
     monkeypatch.setattr("atomrl.tracking.reading.comparison.draw_curves", lambda *args: None)
     tree = read_yaml(path)
     assert tree["run_name"] == path.stem
-    settings = dict(tree["algorithm"])
-    objective = objective_of(settings.pop("name"), settings)
+    objective = objective_of(tree["algorithm"])
     assert all(objective.axes != known.axes for known in ALGORITHMS.values())
     config = small(str(make_tiny_model(tmp_path / "model", "llama")), tmp_path, tree)
     assert prepare_run(config).execute()["finished"]

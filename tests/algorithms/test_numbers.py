@@ -226,7 +226,7 @@ def test_gspo_token_has_the_value_and_gradient_of_gspo():
     logprobs = moved_logprobs(rows)
     results = []
     for name in ("gspo", "gspo_token"):
-        algorithm = objective_of(name, {"clip": {"low": 0.2, "high": 0.2}}).resolved()
+        algorithm = objective_of({"name": name, "clip": {"low": 0.2, "high": 0.2}}).resolved()
         results.append(loss_gradient(algorithm, training_batch(algorithm, rows), logprobs))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-12)
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-10, atol=1e-14)

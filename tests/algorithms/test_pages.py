@@ -86,8 +86,7 @@ def axes_table() -> str:
 def generated(name: str) -> str:
     """The part of a page that is one algorithm's: equation, config, how to run it."""
     config_path = ROOT / "configs" / "algorithms" / f"{name}.yaml"
-    settings = dict(read_yaml(config_path)["algorithm"])
-    objective = objective_of(settings.pop("name"), settings).resolved(max_completion_tokens=48)
+    objective = objective_of(read_yaml(config_path)["algorithm"]).resolved(max_completion_tokens=48)
     config = config_path.read_text(encoding="utf-8")
     block = re.search(r"^algorithm:\n(?:  .*\n)+", config, re.MULTILINE)
     assert block is not None

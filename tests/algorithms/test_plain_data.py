@@ -28,7 +28,7 @@ def test_every_algorithm_gives_the_same_loss_to_the_last_bit_in_a_fresh_process(
     rows, here, sent = make_rows(), [], []
     logprobs = moved_logprobs(rows)
     for name in ALGORITHMS:
-        algorithm = objective_of(name, {}).resolved(max_completion_tokens=LIMIT)
+        algorithm = objective_of({"name": name}).resolved(max_completion_tokens=LIMIT)
         assert pickle.loads(pickle.dumps(algorithm)) == algorithm
         loss, gradient = loss_gradient(algorithm, training_batch(algorithm, rows), logprobs)
         here.append(f"{name} {loss.hex()} {gradient.sum().item().hex()}")
@@ -190,7 +190,7 @@ def test_gpg_makes_up_for_groups_without_a_signal_as_in_the_paper_or_as_verl_doe
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_loss_reads_no_number_back_from_the_device(name, monkeypatch):
     """Metrics are tensors until `values` fetches them, all at once."""
-    algorithm = objective_of(name, {}).resolved(max_completion_tokens=LIMIT)
+    algorithm = objective_of({"name": name}).resolved(max_completion_tokens=LIMIT)
     rows = make_rows()
     batch, logprobs, reads = training_batch(algorithm, rows), moved_logprobs(rows), []
     for read in ("item", "tolist", "__float__", "__int__", "__bool__"):

@@ -41,7 +41,7 @@ CASES = {name: (name, {}) for name in PREFERENCES} | EXTRA
 
 def build(case):
     name, axes = CASES[case]
-    return objective_of(name, axes).resolved()
+    return objective_of({"name": name, **axes}).resolved()
 
 
 def step_rows() -> RowBatch:
@@ -127,7 +127,7 @@ def test_completions_without_a_pair_are_not_trained_on(case):
     algorithm, rows = build(case), make_rows()
     nothing = select_rows(step_rows(), torch.tensor([], dtype=torch.long))
     assert algorithm.advantages(nothing).rows == 0
-    if objective_of(*CASES[case]).unpaired:
+    if build(case).unpaired:
         return
     ties = replace(rows, rewards=torch.full_like(rows.rewards, 0.3))
     ones = replace(rows, group_ids=torch.arange(rows.rows))
@@ -171,9 +171,11 @@ def test_the_quality_loss_of_mpo_has_the_running_mean_of_rewards():
     expected = -sigmoid(0.1 * chosen - shift) - sigmoid(shift - 0.1 * rejected)
     torch.testing.assert_close(mpo.losses[1](chosen, rejected, shift), expected)
     rows, weights = make_rows(seed=3), {"loss": "bco_pair_shift", "nll": {"coefficient": 0}}
-    batch = training_batch(objective_of("mpo", weights).resolved(), rows)
+    batch = training_batch(objective_of({"name": "mpo", **weights}).resolved(), rows)
     far, near = (
-        loss_gradient(objective_of("mpo", weights).resolved(), replace(batch, state=given), batch.old_logprobs)
+        loss_gradient(
+            objective_of({"name": "mpo", **weights}).resolved(), replace(batch, state=given), batch.old_logprobs
+        )
         for given in (batch.state, {**batch.state, "reference": 0.0})
     )
     assert far[0] != near[0], "the shift is in what is trained"
@@ -188,7 +190,7 @@ def test_nothing_hides_in_a_field_of_another_name(case):
     for name in ("tokens", "loss_mask", "group_ids", "rewards", "old_logprobs", "ref_logprobs"):
         assert torch.equal(getattr(before, name), getattr(after, name)), name
     assert not after.advantages.any() and set(after.preference.labels.tolist()) == {1, -1}
-    assert (after.pair_ref_margins is not None) == (objective_of(*CASES[case]).losses[0].type == "aot")
+    assert (after.pair_ref_margins is not None) == (build(case).losses[0].type == "aot")
 
 
 def test_an_algorithm_goes_to_another_process_and_gives_the_same_bits(tmp_path):
@@ -232,7 +234,7 @@ def test_an_algorithm_goes_to_another_process_and_gives_the_same_bits(tmp_path):
 )
 def test_mistakes_in_axes_are_named(name, axes, message):
     with pytest.raises(ValueError, match=message):
-        objective_of(name, axes)
+        objective_of({"name": name, **axes})
 
 
 def test_kto_wants_completions_of_other_prompts():

@@ -56,7 +56,7 @@ GROUP_BASELINES = [n for n, o in ALGORITHMS.items() if o.advantage.type not in O
 
 def build(case):
     name, axes = CASES[case]
-    return objective_of(name, axes).resolved(max_completion_tokens=LIMIT)
+    return objective_of({"name": name, **axes}).resolved(max_completion_tokens=LIMIT)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -118,9 +118,9 @@ def test_rows_without_a_token_give_a_finite_loss_and_no_gradient(case):
 def test_a_group_without_a_signal_has_no_policy_gradient(name, groups):
     """0.3 cannot be written in binary: rounding of a mean must not pass for signal. KL and penalties are taken off."""
     axes = {"kl": {"coefficient": 0.0}, "shaping": {"soft_overlong": False}}
-    if getattr(objective_of(name, {}).token_filter, "type", "") == "kl_cov":
+    if getattr(objective_of({"name": name}).token_filter, "type", "") == "kl_cov":
         axes["token_filter"] = "all"  # its penalty is no policy term
-    algorithm = objective_of(name, axes).resolved(max_completion_tokens=LIMIT)
+    algorithm = objective_of({"name": name, **axes}).resolved(max_completion_tokens=LIMIT)
     rows = make_rows(rewards=torch.full((12,), 0.3, dtype=torch.float64))
     parts = rows.rollout.reward_parts.clone()
     parts[..., 0] = 0.3

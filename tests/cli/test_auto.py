@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from atomrl.config import build_config, merge_trees
+from atomrl.config import load_config, merge_trees
 from atomrl.models.memory import planning_shape
 from atomrl.trainer.memory import gpu_of, step_seconds
 from atomrl.trainer.planning import LEAST_AT_ONCE, LEAST_TOKENS, MOST_TOKENS, halves, plan_on
@@ -29,7 +29,7 @@ def config(name, lora, **changes):
         "data": {"train": "rows.jsonl", "max_prompt_tokens": 256},
         "rollout": {"prompts_per_step": 32, "completions_per_prompt": 8, "max_completion_tokens": 512},
     }
-    return build_config({"run_name": "auto", **merge_trees(tree, changes)})
+    return load_config({"run_name": "auto", **merge_trees(tree, changes)})
 
 
 def settings(chosen):

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from atomrl.algorithms import PREFERENCES
 from atomrl.backends.base import LocalBackend
 from atomrl.cli.main import main
-from atomrl.config import build_config, merge_trees
+from atomrl.config import load_config, merge_trees
 from atomrl.trainer import prepare_run
 
 PAIRS = [{"prompt": f"{k}+1=", "chosen": f"{k + 1}", "rejected": f"{k + 3} or so"} for k in range(12)]
@@ -83,9 +83,9 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(folder, monkeypatch
         "data": {"train": f"{data}.jsonl", "eval": f"{data}.jsonl"},
         "checkpoint": {"every_steps": 2},
     }
-    whole = build_config(merge_trees(CONFIG, changes))
+    whole = load_config(merge_trees(CONFIG, changes))
     preferences(whole)
-    torn = build_config(merge_trees(CONFIG, {**changes, "run_name": "torn"}))
+    torn = load_config(merge_trees(CONFIG, {**changes, "run_name": "torn"}))
     step, calls = LocalBackend.train_step, []
 
     def failing(self, batch, algorithm):
@@ -108,7 +108,7 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(folder, monkeypatch
 
 @pytest.mark.parametrize("name", [name for name, objective in PREFERENCES.items() if not objective.online])
 def test_every_method_trains(folder, name):
-    config = build_config(
+    config = load_config(
         merge_trees(CONFIG, {"algorithm": {"name": name}, "train": {"steps": 1}, "eval": {"before": False}})
     )
     assert preferences(config)["finished"]
@@ -121,7 +121,7 @@ def test_every_method_trains(folder, name):
 
 
 def test_labels_are_held_out_too(folder):
-    config = build_config(
+    config = load_config(
         merge_trees(
             CONFIG, {"algorithm": {"name": "kto"}, "data": {"train": "labels.jsonl", "eval": "labels.jsonl"},
                      "train": {"steps": 20, "rows_per_update": 12}}

@@ -7,7 +7,7 @@ import torch
 
 from atomrl.algorithms import objective_of
 from atomrl.cli.main import main
-from atomrl.config import ConfigError, build_config
+from atomrl.config import ConfigError, load_config
 from atomrl.trainer import engine_choice as module
 from atomrl.trainer.checks import check_engine
 from atomrl.trainer.engine_choice import engine_share, takes_turns, with_engine, with_share
@@ -16,7 +16,7 @@ from tests.arithmetic import arithmetic_run
 from tests.tiny import make_tiny_model
 
 GIB = 2**30
-GRPO = objective_of("grpo", {})
+GRPO = objective_of({"name": "grpo"})
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def config_of(folder, model=None, **sections):
         "model": {"path": str(folder), "dtype": "bfloat16", "device": "auto", **(model or {})},
         "data": {"train": "-", "max_prompt_tokens": 16},
     }
-    return build_config(tree | sections)
+    return load_config(tree | sections)
 
 
 def chosen(folder, **settings):

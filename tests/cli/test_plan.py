@@ -87,7 +87,7 @@ def test_a_plan_of_ranks_shows_the_first_rank(folder, name):
     config = load_config("c.yaml", [f"backend.{override}" for override in overrides])
     alone = load_config("c.yaml")
     weights = memory_by_phase(alone, prepare_run(alone).algorithm).resident / 4
-    memory = memory_by_phase(config, objective_of("grpo", {}), config.backend.ranks)
+    memory = memory_by_phase(config, objective_of({"name": "grpo"}), config.backend.ranks)
     assert memory.resident == pytest.approx(expected * weights, rel=1e-3)
     assert memory.phases["rollout"] < memory.phases["update"]
 

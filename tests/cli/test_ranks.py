@@ -276,7 +276,7 @@ def test_a_run_says_how_many_ranks_it_has_and_that_a_launcher_was_asked_for_more
 
 def test_a_checkpoint_of_one_process_is_refused_before_ranks_are_started(train, monkeypatch):
     assert train("one", "train.steps=2", "eval.before=false")[0] == 0
-    monkeypatch.setattr("atomrl.trainer.base.build_trainer", lambda *given: pytest.fail("it was begun"))
+    monkeypatch.setattr("atomrl.trainer.base.build_trainer", lambda *given, **options: pytest.fail("it was begun"))
     code, said = train("one", "backend.type=fsdp", "backend.ranks=2", "--resume")
     assert code == 2 and "is not a checkpoint of several ranks; resume without the section backend" in said.err
 

@@ -11,14 +11,14 @@ import torch
 
 from atomrl.algorithms import objective_of
 from atomrl.cluster.ray_cluster import Node, places, planned, wanted
-from atomrl.config import build_config
+from atomrl.config import load_config
 from atomrl.trainer import cluster as module
 from atomrl.trainer.cluster import describe_devices
 from atomrl.trainer.memory import memory_estimate
 from tests.tiny import make_tiny_model
 
 GIB, MIB = 2**30, 2**20
-PPO = objective_of("ppo", {})
+PPO = objective_of({"name": "ppo"})
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def describe(monkeypatch, folder):
         monkeypatch.setattr(module, "device_name", lambda device: "cuda:0" if gpus else "cpu")
         card = SimpleNamespace(total_memory=gpu_bytes)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: card)
-        config = build_config(
+        config = load_config(
             {
                 "run_name": "run",
                 "model": {"path": str(folder), "dtype": "float32", "device": "cuda" if gpus else "cpu"},

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from atomrl.cluster.ray_cluster import Node, PlacementError, places, planned, wanted
-from atomrl.config import ConfigError, build_config
+from atomrl.config import ConfigError, load_config
 from atomrl.trainer import cluster as module
 from atomrl.trainer.build import ENGINES as ENGINE_CLASSES
 from atomrl.trainer.checks import check_engine
@@ -32,7 +32,7 @@ def gpus(monkeypatch):
 
 
 def config_of(cluster, **sections):
-    return build_config(
+    return load_config(
         {"run_name": "run", "model": {"path": "-"}, "data": {"train": "-"}, "cluster": cluster} | sections
     )
 
@@ -176,7 +176,7 @@ def test_a_producer_needs_no_room_for_who_trains(monkeypatch):
     monkeypatch.setattr(module, "RayCluster", Started)
     monkeypatch.setattr(module, "find_spec", lambda name: name)
     config = config_of({"resources": {"trainer": {"num_cpus": 10**6}, "rollout": {"num_cpus": 0.5}}})
-    algorithm = objective_of("grpo", {}).resolved()
+    algorithm = objective_of({"name": "grpo"}).resolved()
     with ExitStack() as stack:
         cluster = open_cluster(config, algorithm, stack, producer=True)
         assert cluster.roles == ["rollout"]

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from atomrl.cli.main import main
-from atomrl.config import build_config
+from atomrl.config import load_config
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import RunDirectory
 from tests.doctor.test_rules import rows
@@ -72,7 +72,7 @@ def test_a_broken_installation_has_an_exit_code(capsys, monkeypatch):
 
 @pytest.fixture
 def config(tmp_path):
-    return build_config(
+    return load_config(
         {
             "run_name": "r",
             "output_dir": str(tmp_path),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from atomrl.common.functions import find_function
-from atomrl.config import ConfigError, build_config
+from atomrl.config import ConfigError, load_config
 from atomrl.data.tasks import generate
 from atomrl.environments.worker import EpisodeError, as_replies, find_environment
 from atomrl.environments.worker import play as play_environment
@@ -84,7 +84,7 @@ def test_args_that_are_wrong_are_refused_before_the_run(name, args, words):
 
 def config_with(**environment):
     tree = {"run_name": "r", "model": {"path": "m"}, "data": {"train": "t.jsonl"}, "environment": environment}
-    return build_config(tree)
+    return load_config(tree)
 
 
 def test_games_that_begin_need_the_prompt_open():

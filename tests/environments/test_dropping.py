@@ -52,7 +52,7 @@ def test_every_sampled_token_is_trained_on_once_as_it_was_drawn(played, folder, 
     assert rows.rows > 2 * len(trajectories) and max(item.response_tokens for item in trajectories) > 100
     assert Counter(item.episode.ended for item in trajectories) == {"environment": len(trajectories)}
     trainer = LocalBackend(
-        ModelConfig(path=folder, dtype="float32"), TrainConfig(steps=1), objective_of("grpo", {}), total_updates=1
+        ModelConfig(path=folder, dtype="float32"), TrainConfig(steps=1), objective_of({"name": "grpo"}), total_updates=1
     )
     gap = (trainer.forward_only(rows, {"old_logprobs"}).old_logprobs - rows.rollout.logprobs)[rows.loss_mask].abs()
     assert gap.max() < 1e-5

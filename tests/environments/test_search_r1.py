@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from atomrl.common.errors import ServiceFault
-from atomrl.config import build_config, read_yaml
+from atomrl.config import load_config, read_yaml
 from atomrl.environments import builtin as search
 from atomrl.environments.builtin import INVALID_SEARCH, PROMPT, STOP, action_of, information, search_r1
 from atomrl.types import Problem
@@ -109,7 +109,7 @@ def test_an_answer_is_not_read_without_end(monkeypatch):
 
 @pytest.mark.parametrize("name", ["search_r1_grpo", "search_r1_ppo"])
 def test_the_configs_have_the_published_limits(name):
-    config = build_config(read_yaml(ROOT / "configs" / f"{name}.yaml"))
+    config = load_config(read_yaml(ROOT / "configs" / f"{name}.yaml"))
     environment = config.environment
     assert environment.stop == STOP and environment.max_turns == environment.args["max_searches"] + 1 == 5
     assert (environment.max_turn_tokens, environment.max_reply_tokens) == (500, 500)

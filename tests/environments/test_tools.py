@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from atomrl.config import ConfigError, EnvironmentConfig, ToolConfig, build_config
+from atomrl.config import ConfigError, EnvironmentConfig, ToolConfig, load_config
 from atomrl.data.problems import DataProcessor
 from atomrl.engines.episodes import EpisodeEngine
 from atomrl.engines.fake import FakeEngine
@@ -34,7 +34,7 @@ PATH = "tests.environments.my_tools"
 
 def config_of(*tools, **changes):
     tree = {"run_name": "r", "model": {"path": "m"}, "data": {"train": "t.jsonl"}, "tools": list(tools)}
-    return build_config(tree | {"reward": {"functions": ["exact_match"]}} | changes)
+    return load_config(tree | {"reward": {"functions": ["exact_match"]}} | changes)
 
 
 class Script(FakeEngine):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from atomrl.config import ConfigError, build_config, merge_trees
+from atomrl.config import ConfigError, load_config, merge_trees
 from atomrl.config.loading import renamed
 from atomrl.grpo import GRPOArgs
 from atomrl.grpo.arguments import NAMES as NAMES_HERE
@@ -17,7 +17,7 @@ NAMES = {
 
 
 def config_of(args):
-    return build_config(merge_trees(args.to_tree(), {"run_name": "r", "model": {"path": "m"}, "data": {"train": "d"}}))
+    return load_config(merge_trees(args.to_tree(), {"run_name": "r", "model": {"path": "m"}, "data": {"train": "d"}}))
 
 
 def test_the_arguments_are_these():

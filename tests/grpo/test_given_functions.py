@@ -8,7 +8,7 @@ import yaml
 
 import atomrl
 from atomrl.atoms.advantages import group_mean_baseline
-from atomrl.config import ConfigError, build_config
+from atomrl.config import ConfigError, load_config
 from tests.tiny import make_tiny_model
 
 CONFIG = {
@@ -104,7 +104,7 @@ def test_a_reward_and_an_advantage_by_their_paths(folder):
         assert row["advantage"] == pytest.approx(2 * row["reward"])
 
 
-@pytest.mark.parametrize("make", [dict, build_config])
+@pytest.mark.parametrize("make", [dict, load_config])
 def test_overrides_of_a_config_that_is_no_file(folder, make):
     atomrl.train(
         make(CONFIG), ["train.steps=1", "run_name=other"], reward=lambda prompts, **columns: [1.0] * len(prompts)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from atomrl.config import ConfigError, build_config, merge_trees
+from atomrl.config import ConfigError, load_config, merge_trees
 from atomrl.grpo import GRPOConfig, GRPOTrainer
 from tests.tiny import make_tiny_model
 
@@ -27,7 +27,7 @@ def folder(tmp_path, monkeypatch):
 
 def config_of(**arguments):
     tree = GRPOConfig(**arguments).to_tree()
-    return build_config(merge_trees(tree, {"run_name": "r", "model": {"path": "m"}, "data": {"train": "d"}}))
+    return load_config(merge_trees(tree, {"run_name": "r", "model": {"path": "m"}, "data": {"train": "d"}}))
 
 
 def test_the_quick_start(model):

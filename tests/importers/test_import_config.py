@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from atomrl.cli.main import main
-from atomrl.config import ConfigError, RunConfig, build_config
+from atomrl.config import ConfigError, RunConfig, load_config
 from atomrl.config.run import objective_in, setting_in
 from atomrl.objectives.base import page
 from atomrl.tools.importers import Imported, import_config
@@ -238,7 +238,7 @@ def test_trainers_on_given_rows_mean_what_the_source_means(name: str) -> None:
 def test_the_file_that_is_written_is_the_config(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "ours.yaml"
     assert main(["import", str(FILES / name), "--out", str(out)]) == 0
-    assert build_config(yaml.safe_load(out.read_text())) == import_config(FILES / name, out=out).config
+    assert load_config(yaml.safe_load(out.read_text())) == import_config(FILES / name, out=out).config
     printed = capsys.readouterr().out
     assert "no counterpart" in printed and "approximated" in printed
 

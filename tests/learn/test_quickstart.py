@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from atomrl.config import build_config, merge_trees, parse_overrides, read_yaml
+from atomrl.config import load_config, merge_trees, parse_overrides, read_yaml
 from atomrl.data.tasks import CHAIN_WORDS
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import read_safetensors, save_model
@@ -49,7 +49,7 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> str:
 
 
 def configure(tree: dict[str, Any], *overrides: str) -> Any:
-    return build_config(merge_trees(tree, parse_overrides(overrides)))
+    return load_config(merge_trees(tree, parse_overrides(overrides)))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from torch import Tensor
 from atomrl.algorithms import objective_of
 from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.common.metrics import Count, Metrics
-from atomrl.config import DataConfig, RunConfig, build_config
+from atomrl.config import DataConfig, RunConfig, load_config
 from atomrl.data.problems import DataProcessor, PromptStream
 from atomrl.engines.fake import FakeEngine
 from atomrl.trainer.loop import Progress, Save, fit
@@ -37,7 +37,7 @@ def planned(
         "checkpoint": {"every_steps": save},
         "reward": {"functions": [{"function": "exact_match"}]},
     }
-    return build_config(tree)
+    return load_config(tree)
 
 
 class Record:
@@ -122,7 +122,7 @@ def make_parts(
         ]
 
     engine = FakeEngine(complete, tokenizer)
-    algorithm = algorithm or objective_of("grpo", {}).resolved()
+    algorithm = algorithm or objective_of({"name": "grpo"}).resolved()
     processor = DataProcessor(tokenizer, DataConfig(train="x.jsonl"))
     return RolloutTraining(
         source=EngineSource(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from atomrl.cli.main import main
-from atomrl.config import ConfigError, build_config
+from atomrl.config import ConfigError, load_config
 from atomrl.engines.native import NativeEngine
 from atomrl.tracking.reading.lines import read_metrics
 from atomrl.tracking.recorder import Recorder
@@ -116,7 +116,7 @@ def test_signals_end_both_threads(folder, number):
 def test_what_cannot_be_is_refused(folder):
     def config(**keys):
         tree = {"run_name": "r", "model": {"path": "model"}, "data": {"train": "train.jsonl"}}
-        return build_config(tree | {"rollout": {"completions_per_prompt": 4}} | keys)
+        return load_config(tree | {"rollout": {"completions_per_prompt": 4}} | keys)
 
     with pytest.raises(ConfigError, match="min_completions=5"):
         config(asynchronous={"min_completions": 5})

@@ -22,7 +22,7 @@ from atomrl.trainer.rl import RolloutTraining
 from atomrl.types import Problem, RaggedIds, Segment, Trajectory
 from tests.loop.scripted import make_parts, planned, run_step, train
 
-DAPO = objective_of("dapo", {}).resolved(max_completion_tokens=12)
+DAPO = objective_of({"name": "dapo"}).resolved(max_completion_tokens=12)
 
 
 def by_quarters(wrong_every):
@@ -112,7 +112,7 @@ def test_extra_rollouts_are_baselines_and_not_trained_on(tmp_path):
         tmp_path,
         lambda problem, index: "x" * (index + 1),
         lambda item: float(len(item.text)),
-        objective_of("remax", {}).resolved(),
+        objective_of({"name": "remax"}).resolved(),
     )
     accepted, _ = parts.source.collect(3, 1, Stopwatch())
     drawn = [item for group in accepted for item in group]
@@ -127,7 +127,7 @@ def test_baselines_that_have_no_reward_leave_a_step_without_advantages(tmp_path)
     def write(problem, index):
         return "greedy" if index == 0 else "x"
 
-    parts = make_parts(tmp_path, write, reward, objective_of("remax", {"kl": {"coefficient": 0.0}}).resolved())
+    parts = make_parts(tmp_path, write, reward, objective_of({"name": "remax", "kl": {"coefficient": 0.0}}).resolved())
     run_step(parts, planned(), Progress())
     (batch,) = parts.trainer.batches
     assert batch.rows and batch.rollout.baseline_rewards.isnan().all() and not batch.advantages.any()
@@ -199,7 +199,7 @@ def test_padding_is_masked():
 
 def test_two_turns_through_rows_advantages_and_loss():
     """Tokens of the environment have no advantage, and do not change the loss by a bit."""
-    algorithm = objective_of("grpo", {}).resolved()
+    algorithm = objective_of({"name": "grpo"}).resolved()
     short = made(("prompt", (5, 6)), ("model", (7, 2), 4), reward=0.0, index=1)
     losses = []
     for reply in ((9, 9, 9), (30, 40, 50)):
@@ -225,7 +225,7 @@ def test_groups_may_arrive_in_pieces_and_in_any_order():
         for n in range(6)
     ]
     together = sorted(mine, key=lambda item: item.prompt_id)
-    algorithm = objective_of("grpo", {}).resolved()
+    algorithm = objective_of({"name": "grpo"}).resolved()
     groups = [
         {items[int(batch.trajectory_index[i])].trajectory_id: row[2].item() for i, row in enumerate(batch.advantages)}
         for items in (mine, together)

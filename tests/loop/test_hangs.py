@@ -11,7 +11,7 @@ import yaml
 from atomrl.backends.base import LocalBackend
 from atomrl.common import processes as module
 from atomrl.common.processes import HUNG, HangWatch, phase, progress
-from atomrl.config import ModelConfig, TrainConfig, build_config
+from atomrl.config import ModelConfig, TrainConfig, load_config
 from atomrl.engines.hf import HFEngine
 from atomrl.engines.native import NativeEngine
 from atomrl.engines.requests import EngineOptions, requests_of
@@ -130,12 +130,12 @@ def test_a_slow_trainer_that_computes_is_left_alone(watch, folder, monkeypatch):
 
 def test_the_limit_is_the_longest_of_what_the_run_waits_for():
     names = {"run_name": "a", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
-    watch = hang_watch(build_config(names))
+    watch = hang_watch(load_config(names))
     assert (watch.limit_s, watch.limit_name) == (3600, "train.timeout_s")
     short = names | {"train": {"timeout_s": 60}}
-    assert hang_watch(build_config(short)).limit_s == 60
+    assert hang_watch(load_config(short)).limit_s == 60
     waits = short | {"cluster": {"timeout_s": 100}, "rollout": {"engine": "sglang", "server_timeout_s": 200}}
-    watch = hang_watch(build_config(waits))
+    watch = hang_watch(load_config(waits))
     assert (watch.limit_s, watch.limit_name) == (200, "rollout.server_timeout_s")
 
 

@@ -34,7 +34,7 @@ from tests.loop.scripted import make_parts, planned, train
 from tests.loop.test_sync import saver, weights
 from tests.tiny import make_tiny_model
 
-DAPO = objective_of("dapo", {}).resolved(max_completion_tokens=12)
+DAPO = objective_of({"name": "dapo"}).resolved(max_completion_tokens=12)
 
 
 class TimedEngine(FakeEngine):
@@ -203,7 +203,7 @@ def test_without_staleness_it_is_the_synchronous_loop_to_the_last_bit(tmp_path, 
     monkeypatch.setattr(groups, "MAX_ROUNDS", 2 if gives_up else 20)
     metrics = []
     for asynchronous in (False, True):
-        algorithm = objective_of("grpo", {"group_filter": "mixed_outcomes"}).resolved(report_entropy=True)
+        algorithm = objective_of({"name": "grpo", "group_filter": "mixed_outcomes"}).resolved(report_entropy=True)
         parts, plan = test_sync.make_parts(model, tmp_path / str(asynchronous), algorithm=algorithm)
         progress = Progress()
         parts = replace(parts, source=replace(parts.source, rewards=RareRewards(12 if gives_up else 4)))
@@ -409,7 +409,7 @@ def test_a_group_goes_without_its_slowest_completions(tmp_path):
 
 
 def test_extra_rollouts_are_baselines(tmp_path):
-    algorithm = objective_of("remax", {}).resolved()
+    algorithm = objective_of({"name": "remax"}).resolved()
     parts = make_parts(
         tmp_path, lambda problem, index: "x" * (index + 1), lambda item: float(len(item.text)), algorithm
     )

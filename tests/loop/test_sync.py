@@ -38,7 +38,7 @@ def make_parts(model, folder, steps=4, algorithm=None, **schedule):
     problems = [Problem(problem_id=str(i), prompt=f"write {i}", ground_truth="") for i in range(5)]
     settings = {"dtype": torch.float32, "device": "cpu", "max_concurrent_completions": 8}
     engine = NativeEngine.from_pretrained(model, tokenizer, EngineOptions(**settings))
-    algorithm = algorithm or objective_of("grpo", {}).resolved(report_entropy=True)
+    algorithm = algorithm or objective_of({"name": "grpo"}).resolved(report_entropy=True)
     trainer = LocalBackend(
         ModelConfig(path=model, dtype="float32"),
         train_config,

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from atomrl.algorithms import objective_of
 from atomrl.batches import map_fields
-from atomrl.config import ConfigError, build_config
+from atomrl.config import ConfigError, load_config
 from atomrl.tracking.reading.rollouts import TOKENS, read_tokens
 from atomrl.tracking.run_directory import RunDirectory
 from atomrl.trainer.loop import Progress
@@ -51,7 +51,7 @@ def test_whole_groups_are_chosen_by_their_prompt():
 
 @pytest.mark.parametrize("updates, epochs", [(1, 1), (2, 1), (2, 2)])
 def test_a_record_changes_nothing_and_adds_up(model, tmp_path, updates, epochs):
-    algorithm = objective_of("grpo", {"kl": {"coefficient": 0.1}, "entropy": {"coefficient": 0.01}}).resolved()
+    algorithm = objective_of({"name": "grpo", "kl": {"coefficient": 0.1}, "entropy": {"coefficient": 0.01}}).resolved()
     schedule = {"algorithm": algorithm, "updates_per_epoch": updates, "epochs_per_step": epochs}
     without = run(model, tmp_path / "a", 0, **schedule)
     parts = run(model, tmp_path / "b", ALL, **schedule)
@@ -90,7 +90,7 @@ def test_the_gradient_of_a_token_is_its_weight_times_its_advantage(model, tmp_pa
 
 def test_a_file_is_read_as_it_was_written(tmp_path):
     tree = {"run_name": "r", "output_dir": str(tmp_path), "model": {"path": "-"}, "data": {"train": "-"}}
-    directory = RunDirectory.create(build_config(tree | {"reward": {"functions": [{"function": "exact_match"}]}}))
+    directory = RunDirectory.create(load_config(tree | {"reward": {"functions": [{"function": "exact_match"}]}}))
     record, batch = TokenRecord(), training_batch(make_rows(groups=3))
     record.add(batch, {"logprobs": batch.old_logprobs[batch.recorded >= 0]})
     directory.write_tokens(3, record.tensors(), {"kl": 0.5})
@@ -108,7 +108,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
 def training_batch(rows):
     from atomrl.data.rows import to_training_batches
 
-    algorithm = objective_of("grpo", {}).resolved()
+    algorithm = objective_of({"name": "grpo"}).resolved()
     rows = replace(rows, trajectory_index=torch.arange(rows.rows))
     (batch,) = to_training_batches(
         algorithm.advantages(mark_recorded(rows, 2)), algorithm, updates=1, epochs=1, seed=0, step=1
@@ -155,4 +155,4 @@ def test_without_rollouts_no_tokens_are_kept(model, tmp_path):
 def test_a_number_of_groups_is_whole():
     tree = {"run_name": "r", "model": {"path": "-"}, "data": {"train": "-"}}
     with pytest.raises(ConfigError, match="fraction below 1"):
-        build_config(tree | {"tracking": {"tokens": 1.5}})
+        load_config(tree | {"tracking": {"tokens": 1.5}})

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from atomrl.config import ConfigError, build_config
+from atomrl.config import ConfigError, load_config
 from atomrl.objectives.advantage import AdvantagesAndReturns
 from atomrl.trainer.own_functions import check_own_functions
 
@@ -22,7 +22,7 @@ TREE = {
 def check(axis, function, device="cpu", config=(), **more):
     """Try a function of this module on an axis."""
     given = {"type": "custom", "function": f"{__name__}:{function.__name__}"} | more
-    config = build_config(TREE | dict(config) | {"algorithm": {"name": "grpo", axis: given}})
+    config = load_config(TREE | dict(config) | {"algorithm": {"name": "grpo", axis: given}})
     check_own_functions(config.algorithm.resolved(max_completion_tokens=16), config, device)
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from atomrl.algorithms import objective_of
-from atomrl.config import ConfigError, ModelConfig, RolloutConfig, build_config
+from atomrl.config import ConfigError, load_config
 from atomrl.engines.hf import HFEngine
 from atomrl.engines.native import NativeEngine
 from atomrl.engines.requests import EngineOptions
@@ -156,11 +156,10 @@ def test_a_hub_model_is_fetched_once_for_its_tokenizer_and_once_whole(tmp_path, 
     assert not (snapshot / "model.safetensors").exists()
     assert isinstance(load_policy("someone/fetched-once", dtype="float32"), GPT)
     assert len(asked) == 2
-    config = ModelConfig(path="someone/fetched-once", dtype="float32")
+    tree = {"run_name": "r", "model": {"path": "someone/fetched-once", "dtype": "float32"}, "data": {"train": "d"}}
     for engine in ("native", "hf"):
-        build_engine(
-            "someone/fetched-once", load_tokenizer("someone/fetched-once"), RolloutConfig(engine=engine), config
-        )
+        config = load_config(tree | {"rollout": {"engine": engine}})
+        build_engine(config, "someone/fetched-once", load_tokenizer("someone/fetched-once"))
     assert len(asked) == 2
 
 
@@ -292,11 +291,11 @@ def test_code_of_a_model_runs_in_trainer_engine_and_estimate_where_it_is_trusted
     tree = {"run_name": "r", "model": {"path": str(folder), "dtype": "float32"}, "data": {"train": "d"}}
     with pytest.raises(ConfigError, match="trust_remote_code"):
         load_policy(folder, dtype="float32")
-    config = build_config(tree | {"model": tree["model"] | {"trust_remote_code": True}})
+    config = load_config(tree | {"model": tree["model"] | {"trust_remote_code": True}})
     policy = load_policy(folder, dtype="float32", trust_remote_code=True).eval()
     tokenizer = load_tokenizer(folder, trust_remote_code=True)
-    engine = build_engine(str(folder), tokenizer, config.rollout, config.model)
+    engine = build_engine(config, str(folder), tokenizer)
     torch.testing.assert_close(engine.model(TOKENS).logits, policy(TOKENS))
-    assert memory_estimate(config, objective_of("grpo", {}).resolved())["engine weights"] == 4 * sum(
+    assert memory_estimate(config, objective_of({"name": "grpo"}).resolved())["engine weights"] == 4 * sum(
         p.numel() for p in policy.parameters()
     )

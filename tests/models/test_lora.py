@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from atomrl.backends.base import save_role
-from atomrl.config import ConfigError, LoraConfig, ModelConfig, RolloutConfig
+from atomrl.config import ConfigError, LoraConfig, ModelConfig, RunConfig
 from atomrl.engines.hf import HFEngine
 from atomrl.grpo.trainer import lora_section
 from atomrl.models.loading import fill_weights, load_policy, load_tokenizer, model_config_only, model_weights
@@ -77,9 +77,10 @@ def test_a_folder_of_adapters_is_loaded_as_the_merged_model(base, tmp_path):
     load_tokenizer(make_tiny_model(tmp_path / "other")).save_pretrained(folder)
     assert model_config_only(folder).model_type == model_config_only(base).model_type
     torch.testing.assert_close(load_policy(folder, dtype="float32")(TOKENS), policy(TOKENS), atol=1e-4, rtol=1e-4)
-    weights, adapters, settings = dict(model_weights(policy)), adapter_weights(policy), RolloutConfig()
+    weights, adapters = dict(model_weights(policy)), adapter_weights(policy)
     model = ModelConfig(path=str(folder), dtype="float32", device="cpu")
-    engine = build_engine(str(folder), load_tokenizer(base.parent / "other"), settings, model)
+    config = RunConfig(run_name="r", model=model, data={"train": "d"})
+    engine = build_engine(config, str(folder), load_tokenizer(base.parent / "other"))
     if isinstance(engine, HFEngine):
         weight = dict(engine.model.named_parameters())["transformer.h.0.attn.c_attn.weight"]
         torch.testing.assert_close(weight, with_adapter("transformer.h.0.attn.c_attn.weight", weights, adapters))

@@ -12,7 +12,7 @@ from atomrl.backends.base import LocalBackend
 from atomrl.backends.megatron_layout import check_shape
 from atomrl.batches import TrainingBatch
 from atomrl.common.metrics import values
-from atomrl.config import FSDPConfig, build_config, load_config
+from atomrl.config import FSDPConfig, load_config
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import load_policy, model_config_only, save_model
 from atomrl.models.memory import (
@@ -29,7 +29,7 @@ from tests.rollout.test_weights import peak_bytes
 from tests.tiny import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
-WITH_REFERENCE = objective_of("grpo", {"kl": {"coefficient": 0.1}})
+WITH_REFERENCE = objective_of({"name": "grpo", "kl": {"coefficient": 0.1}})
 
 
 def config(folder, **changes):
@@ -40,7 +40,7 @@ def config(folder, **changes):
         "rollout": {"prompts_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 20},
         "train": {"tokens_per_micro_batch": 100},
     }
-    return build_config(
+    return load_config(
         {key: {**value, **changes.get(key, {})} if isinstance(value, dict) else value for key, value in tree.items()}
     )
 
@@ -59,7 +59,7 @@ def test_parts_by_hand(tmp_path):
     assert parts["fresh gradients"] == 4 * (2 * inner + 64) * 64
     passing = min(parts["log-prob chunk"], parts["backward pass"])
     assert parts["total"] == sum(size for name, size in parts.items() if name != "total") - passing
-    entropy = memory_estimate(config(tmp_path), objective_of("grpo", {"entropy": {"coefficient": 0.01}}))
+    entropy = memory_estimate(config(tmp_path), objective_of({"name": "grpo", "entropy": {"coefficient": 0.01}}))
     assert entropy["log-prob chunk"] == 3 * 100 * 64 * 4
 
 
@@ -67,8 +67,8 @@ def test_a_step_takes_what_the_estimate_says(tmp_path):
     """Compare with all that torch's allocator hands out while the model is loaded and two updates are made."""
     save_model(new_gpt(vocab_size=512, layers=4, hidden=128, heads=4), None, tmp_path)
     given = config(tmp_path, train={"tokens_per_micro_batch": 960}, data={"max_prompt_tokens": 20})
-    given = build_config(given.to_tree() | {"rollout": {"max_completion_tokens": 100}})
-    algorithm = objective_of("grpo", {}).resolved(max_completion_tokens=100)
+    given = load_config(given.to_tree() | {"rollout": {"max_completion_tokens": 100}})
+    algorithm = objective_of({"name": "grpo"}).resolved(max_completion_tokens=100)
     rows, tokens = 16, 120
     batch = TrainingBatch(
         tokens=torch.randint(0, 512, (rows, tokens)),
@@ -98,7 +98,7 @@ def test_rows_between_two_turns_are_kept_too(tmp_path):
     for environment in (None, {"function": "f.py:f"}):
         for concurrent in (1, 2, 5, 99):  # of 8, of 2 prompts
             tree = config(folder, rollout={"max_concurrent_completions": concurrent}).to_tree()
-            parts = memory_estimate(build_config(tree | {"environment": environment}), WITH_REFERENCE)
+            parts = memory_estimate(load_config(tree | {"environment": environment}), WITH_REFERENCE)
             cached.append(parts["key-value cache"] // (2 * 2 * 16 * 4))  # of a token: 2 layers, 2 heads of 8
     alone = [20 + 10, 2 * 20 + 20, 5 * 20 + 20, 8 * 20 + 20]  # one completion at a time: the prompt of one
     assert cached == [*alone, 2 * 20 + 20, 4 * 20 + 20, 8 * 20 + 20, 8 * 20 + 20]
@@ -116,8 +116,8 @@ def test_adapters_shrink_what_is_trained(tmp_path):
 
 def test_checkpointing_saves_activations_and_other_families_are_counted(tmp_path):
     folder = save_gpt2(tmp_path)
-    plain = memory_estimate(config(folder), objective_of("grpo", {}))
-    less = memory_estimate(config(folder, model={"gradient_checkpointing": True}), objective_of("grpo", {}))
+    plain = memory_estimate(config(folder), objective_of({"name": "grpo"}))
+    less = memory_estimate(config(folder, model={"gradient_checkpointing": True}), objective_of({"name": "grpo"}))
     assert less["activations"] < plain["activations"]
     assert plain["trainer weights"] == sum(p.numel() for p in load_policy(folder).parameters()) * 4
 
@@ -150,7 +150,7 @@ def test_activations_are_about_what_autograd_keeps():
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_critic_is_counted_whole(tmp_path, tied):
     folder = make_tiny_model(tmp_path, tie_word_embeddings=tied)
-    plain, parts = (memory_estimate(config(folder), objective_of(name, {})) for name in ("grpo", "ppo"))
+    plain, parts = (memory_estimate(config(folder), objective_of({"name": name})) for name in ("grpo", "ppo"))
     weights = sum(weight.numel() for weight in load_scalar(folder, dtype="float32").parameters())
     assert parts["critic"] == 4 * 4 * weights
     assert parts["critic activations"] == parts["activations"] > 0
@@ -160,8 +160,8 @@ def test_a_critic_is_counted_whole(tmp_path, tied):
 
 def test_a_setting_changes_what_a_rank_holds_by_the_arithmetic(tmp_path):
     save_model(new_gpt(vocab_size=64, layers=2, hidden=64, heads=2), None, tmp_path)
-    given = build_config(config(tmp_path).to_tree() | {"backend": {"type": "fsdp", "ranks": 4}})
-    algorithm = objective_of("grpo", {})
+    given = load_config(config(tmp_path).to_tree() | {"backend": {"type": "fsdp", "ranks": 4}})
+    algorithm = objective_of({"name": "grpo"})
     parts = memory_estimate(given, algorithm, 4, "cuda")
     choices = rank_choices(given, algorithm, 4, "cuda")
     now, weights = parts["total"], memory_estimate(config(tmp_path), algorithm)["trainer weights"]
@@ -182,7 +182,7 @@ MEGATRON = {"type": "megatron", "ranks": 8, "tensor": 2, "pipeline": 2}
 def test_parts_on_megatron_by_hand(tmp_path, lora):
     save_model(new_gpt(vocab_size=64, layers=2, hidden=64, heads=2), None, tmp_path)
     tree = config(tmp_path, model={"dtype": "bfloat16", "lora": lora}).to_tree()
-    parts = memory_estimate(build_config(tree | {"backend": MEGATRON}), objective_of("grpo", {}), 8, "cuda")
+    parts = memory_estimate(load_config(tree | {"backend": MEGATRON}), objective_of({"name": "grpo"}), 8, "cuda")
     inner = 192
     layer = 4 * 64 * 64 + 3 * 64 * inner + 2 * 64
     own = (layer + 64 // 2 + 64 * 64) // 2  # one of two layers, a share of the final norm, the embedding; of two ranks
@@ -205,8 +205,8 @@ def test_parts_on_megatron_by_hand(tmp_path, lora):
 def test_experts_are_spread_by_the_arithmetic_and_a_model_without_has_no_such_choice(tmp_path):
     given = {"type": "megatron", "ranks": 2}
     mixture = make_tiny_model(tmp_path / "moe", "qwen3_moe", num_experts=4, moe_intermediate_size=24)
-    tree, algorithm = config(mixture).to_tree() | {"backend": given}, objective_of("grpo", {})
-    choices = rank_choices(build_config(tree), algorithm, 2, "cuda")
+    tree, algorithm = config(mixture).to_tree() | {"backend": given}, objective_of({"name": "grpo"})
+    choices = rank_choices(load_config(tree), algorithm, 2, "cuda")
     experts = 2 * 4 * 3 * 32 * 24  # of two layers; moments are shared either way
     assert choices["backend.expert=2"][0] == choices["backend.ranks=2"][0] - experts // 2 * (4 + 4)
     dense = make_tiny_model(tmp_path / "dense")
@@ -214,7 +214,7 @@ def test_experts_are_spread_by_the_arithmetic_and_a_model_without_has_no_such_ch
     def check(changed):
         check_shape(model_config_only(str(dense), False), changed.backend, "model")
 
-    given = build_config(config(dense).to_tree() | {"backend": given})
+    given = load_config(config(dense).to_tree() | {"backend": given})
     assert "backend.expert=2" not in rank_choices(given, algorithm, 2, "cuda", check)
 
 
@@ -260,7 +260,7 @@ def test_quantized_bases_are_gathered_as_codes(shipped_7b):
     def on_two(quantization):
         model = shipped_7b.model.model_copy(update={"quantization": quantization})
         given = shipped_7b.model_copy(update={"model": model, "backend": FSDPConfig(type="fsdp", ranks=2)})
-        return memory_estimate(given, objective_of("grpo", {}), 2, "cuda")
+        return memory_estimate(given, objective_of({"name": "grpo"}), 2, "cuda")
 
     plain, nf4, int8 = map(on_two, (None, "nf4", "int8"))
     assert nf4["gathered layers"] / plain["gathered layers"] == pytest.approx(0.516 / 2, rel=1e-3)

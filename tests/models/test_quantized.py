@@ -6,7 +6,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from atomrl.cli.main import main
-from atomrl.config import ConfigError, LoraConfig, ModelConfig, RolloutConfig
+from atomrl.config import ConfigError, LoraConfig, ModelConfig, RunConfig
 from atomrl.models.gpt import GPT
 from atomrl.models.loading import load_policy, load_tokenizer, model_weights
 from atomrl.models.lora import adapters_disabled, export, save_adapters
@@ -112,7 +112,8 @@ def test_an_engine_draws_with_the_quantised_base(base, kind, dtype):
     policy = adapted(base, dtype, quantization=kind)
     name = str(dtype).removeprefix("torch.")
     model = ModelConfig(path=str(base), dtype=name, device="cpu", lora=LoraConfig(rank=4))
-    engine = build_engine(str(base), load_tokenizer(base), RolloutConfig(), model)
+    config = RunConfig(run_name="r", model=model, data={"train": "d"})
+    engine = build_engine(config, str(base), load_tokenizer(base))
     transfer = InProcessTransfer(Trainer(policy), engine)
     transfer(1)  # ends with an error where the engine's weights are not the policy's
     transfer(2)

@@ -17,8 +17,8 @@ from atomrl.trainer.report import Stopwatch
 from atomrl.types import Segment
 from tests.pool.made import Clock, group, settings
 
-GRPO = objective_of("grpo", {}).resolved()
-DAPO = objective_of("dapo", {}).resolved(max_completion_tokens=12)
+GRPO = objective_of({"name": "grpo"}).resolved()
+DAPO = objective_of({"name": "dapo"}).resolved(max_completion_tokens=12)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tests.tiny import make_tiny_model, make_tiny_tokenizer
 
 def backend(path, **model):
     config = ModelConfig(path=str(path), dtype="float32", **model)
-    algorithm = objective_of("grpo", {}).resolved()
+    algorithm = objective_of({"name": "grpo"}).resolved()
     options = {"total_updates": 1, "device": "cpu", "temperature": 1.0, "seed": 0, "tokenizer": make_tiny_tokenizer()}
     trainer = LocalBackend(config, TrainConfig(), algorithm, **options)
     with torch.no_grad():

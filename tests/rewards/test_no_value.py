@@ -22,7 +22,7 @@ def scored(groups):
 
 
 def test_the_others_of_a_group_are_credited_as_if_it_had_not_been_there():
-    algorithm = objective_of("grpo", {}).resolved()
+    algorithm = objective_of({"name": "grpo"}).resolved()
     some = algorithm.advantages(to_rows(scored({"a": ["1", "raise", "0", "nan", "1"], "b": ["none", "3"]})))
     without = algorithm.advantages(to_rows(scored({"a": ["1", "0", "1"], "b": ["3"]})))
     assert some.group_ids.tolist() == [0, 0, 0, 1]
@@ -33,7 +33,7 @@ def test_a_batch_without_any_value_is_counted_and_has_no_rows():
     for deed, failures in (("none", 0.0), ("raise", 4.0)):
         result = scored({"a": [deed] * 3, "b": [deed]})
         rows = to_rows(result)
-        credited = objective_of("grpo", {}).resolved().advantages(rows)
+        credited = objective_of({"name": "grpo"}).resolved().advantages(rows)
         metrics = rollout_metrics(result, credited)
         assert rows.rows == 0 and metrics["reward/missing"] == 4.0
         assert metrics["reward/obey_score/errors"] == failures

@@ -12,8 +12,10 @@ import pytest
 
 from atomrl.cli.training import format_config
 from atomrl.common.secrets import check_unmasked
-from atomrl.config import ConfigError, build_config, dump_config, load_config
+from atomrl.config import ConfigError, dump_config, load_config
 from atomrl.tracking.run_directory import RunDirectory, redact_command, refuse_secrets
+from atomrl.trainer import prepare_run
+from atomrl.trainer.checks import check_secrets
 from tests.tiny import make_tiny_model
 
 MARKER = "s3cr3t-Marker-0123456789"
@@ -84,7 +86,7 @@ def test_wandb_gets_no_secret(tmp_path, monkeypatch):
 def plain_config(folder, **reward_args):
     item = {"function": "exact_match", "args": reward_args}
     tree = {"run_name": "r", "output_dir": str(folder), "model": {"path": "m"}, "data": {"train": "d"}}
-    return build_config(tree | {"reward": {"functions": [item]}})
+    return load_config(tree | {"reward": {"functions": [item]}})
 
 
 def test_a_config_with_a_secret_of_the_environment_is_refused(tmp_path, monkeypatch):
@@ -124,13 +126,13 @@ BASE = {"run_name": "r", "model": {"path": "m"}, "data": {"train": "countdown"}}
 
 @pytest.mark.parametrize("held", HELD.values(), ids=HELD)
 def test_a_secret_that_a_config_holds_is_in_nothing_that_is_made_of_it(held):
-    config = build_config(BASE | held)
+    config = load_config(BASE | held)
     for text in (dump_config(config), repr(config.to_tree()), format_config(config)):
         assert MARKER not in text and MARKER.replace("-", "") not in text and "[secret-left-out]" in text
-    assert build_config(config.to_tree(secrets=True)) == config
+    assert load_config(config.to_tree(secrets=True)) == config
     assert any(MARKER.replace("-", "") in secret.replace("-", "") for secret in config.secrets)
     with pytest.raises(ValueError, match="secret"):
-        check_unmasked(build_config(config.to_tree()).to_tree(secrets=True))
+        check_unmasked(load_config(config.to_tree()).to_tree(secrets=True))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,7 @@ def test_a_secret_that_a_config_holds_is_in_nothing_that_is_made_of_it(held):
     ],
 )
 def test_ordinary_values_are_written_unchanged(plain):
-    config = build_config(BASE | plain)
+    config = load_config(BASE | plain)
     assert config.to_tree() == config.to_tree(secrets=True) and not config.secrets
 
 
@@ -169,14 +171,14 @@ def test_ordinary_values_are_written_unchanged(plain):
 )  # fmt: skip
 def test_a_message_about_a_config_shows_no_secret(wrong):
     with pytest.raises(ConfigError) as caught:
-        build_config(BASE | wrong)
+        load_config(BASE | wrong)
     assert MARKER not in str(caught.value)
 
 
 def test_a_run_with_a_secret_of_its_own_is_resumed_by_the_config_that_has_it(tmp_path, capsys):
     def config_with(key):
         tree = BASE | with_tool(env={"BRAVE_API_KEY": key}) | {"output_dir": str(tmp_path)}
-        return build_config(tree)
+        return load_config(tree)
 
     with pytest.raises(RuntimeError), RunDirectory.create(config_with(MARKER)) as run:
         run.log_file.note(f"the server said: {MARKER}")
@@ -186,8 +188,8 @@ def test_a_run_with_a_secret_of_its_own_is_resumed_by_the_config_that_has_it(tmp
     with RunDirectory.create(config_with("another-key"), resume=True):
         assert "BRAVE" not in capsys.readouterr().err, "a new key is no other run"
     with pytest.raises(ConfigError, match=r"env\.BRAVE_API_KEY.*secret"):
-        load_config(run.path / "config.yaml")
-    assert load_config(run.path / "config.yaml", ["tools=[{mcp: [a], env: {BRAVE_API_KEY: x}}]"]).tools
+        prepare_run(load_config(run.path / "config.yaml"))
+    check_secrets(load_config(run.path / "config.yaml", ["tools=[{mcp: [a], env: {BRAVE_API_KEY: x}}]"]))
 
 
 def test_variables_that_are_no_secrets_do_not_stop_a_config(monkeypatch):

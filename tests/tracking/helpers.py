@@ -1,12 +1,12 @@
 """Small configs and batches for the tests of tracking."""
 
-from atomrl.config import RunConfig, build_config, merge_trees
+from atomrl.config import RunConfig, load_config, merge_trees
 from atomrl.types import Problem, Segment, Trajectory
 
 
 def make_config(folder, **changes) -> RunConfig:
     tree = {"run_name": "r", "output_dir": str(folder), "model": {"path": "m"}, "data": {"train": "countdown"}}
-    return build_config(merge_trees(tree, changes))
+    return load_config(merge_trees(tree, changes))
 
 
 def make_scored() -> list[Trajectory]:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from atomrl.cli.training import ADVICE
-from atomrl.config import ConfigError, build_config
+from atomrl.config import ConfigError, load_config
 from atomrl.tracking.checkpoints import stopping_changes
 from atomrl.tracking.reading.lines import read_metrics
 from atomrl.tracking.run_directory import RunDirectory, rollout_rows
@@ -26,7 +26,7 @@ def test_new_run_has_the_resolved_config_and_its_environment(tmp_path, monkeypat
     monkeypatch.setattr("sys.argv", ["atomrl", "train", "c.yaml", "hub_token=hunter2-secret"])
     config = make_config(tmp_path, train={"steps": 7})
     run = RunDirectory.create(config)
-    assert build_config(yaml.safe_load((run.path / "config.yaml").read_text())) == config
+    assert load_config(yaml.safe_load((run.path / "config.yaml").read_text())) == config
     environment = json.loads((run.path / "env.json").read_text())
     assert environment["packages"]["torch"] and environment["cpus"] >= 1
     assert environment["command"] == "atomrl train c.yaml hub_token=[redacted]"

@@ -130,7 +130,7 @@ def make_models(folder):
 
 def settings_of(settings, folder):
     """Return the arguments of `LocalBackend`."""
-    algorithm = objective_of(settings["name"], settings["axes"])
+    algorithm = objective_of({"name": settings["name"], **settings["axes"]})
     if hasattr(algorithm, "resolved"):
         limit = {"max_completion_tokens": 8} if settings["name"] in ALGORITHMS else {}
         algorithm = algorithm.resolved(**limit)

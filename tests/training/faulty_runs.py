@@ -21,7 +21,7 @@ from atomrl.trainer import build
 from tests.training.batches import follow_outputs
 from tests.training.misbehaving import commit
 
-HONEST = build.new_backend
+HONEST = build.build_trainer
 
 
 class Once:
@@ -41,9 +41,9 @@ class Once:
         return commit(self.given["fault"], output)
 
 
-def new_backend(given, *arguments):
-    """`build.new_backend`, with the fault."""
-    made, fault = HONEST(*arguments), Once(given)
+def build_trainer(given, *arguments, **options):
+    """`build.build_trainer`, with the fault."""
+    made, fault = HONEST(*arguments, **options), Once(given)
     strike_elsewhere(made, partial(fault, made.collective.rank))
     if isinstance(made, FSDPBackend):
         follow_outputs(made, lambda micro, outputs: fault(made.collective.rank, outputs))
@@ -75,5 +75,5 @@ def strike_elsewhere(made, strike):
 if __name__ == "__main__":
     from tests.training import faulty_runs  # by that name other ranks find its function
 
-    build.new_backend = partial(faulty_runs.new_backend, json.loads(os.environ["FAULT"]))
+    build.build_trainer = partial(faulty_runs.build_trainer, json.loads(os.environ["FAULT"]))
     sys.exit(main(sys.argv[1:]))

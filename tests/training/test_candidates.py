@@ -10,7 +10,7 @@ from atomrl.algorithms import objective_of
 from atomrl.backends.base import LocalBackend
 from atomrl.batches import RolloutFields, select_rows
 from atomrl.common.metrics import values
-from atomrl.config import ConfigError, ModelConfig, TrainConfig, build_config
+from atomrl.config import ConfigError, ModelConfig, TrainConfig, load_config
 from atomrl.data.rows import to_rows, to_training_batches
 from atomrl.engines.hf import HFEngine
 from atomrl.engines.native import NativeEngine
@@ -74,7 +74,7 @@ def test_engine_and_trainer_agree(folder, cut):
 
 @pytest.mark.parametrize("updates", [1, 2])
 def test_a_step_trains_on_policy_and_no_split_changes_it(folder, updates):
-    algorithm = objective_of("grpo", {"kl": {"coefficient": 0.1}}).resolved(report_entropy=True)
+    algorithm = objective_of({"name": "grpo", "kl": {"coefficient": 0.1}}).resolved(report_entropy=True)
     rows, results = to_rows(rolled_out(folder, top_p=0.7)), []
     for limit in (1, 12):
         trainer = backend(folder, rows_per_micro_batch=limit)
@@ -126,7 +126,7 @@ def config(model, folder, **rollout):
         "checkpoint": {"every_steps": 2},
         "tracking": {"save_rollouts": False},
     }
-    return build_config(tree)
+    return load_config(tree)
 
 
 def test_a_resumed_run_is_the_whole_one(folder, tmp_path, monkeypatch):

@@ -39,7 +39,7 @@ class Largest(TorchDispatchMode):
 
 
 def measure(backend, given):
-    algorithm = objective_of(given["name"], given["axes"]).resolved(max_completion_tokens=8)
+    algorithm = objective_of({"name": given["name"], **given["axes"]}).resolved(max_completion_tokens=8)
     backend.train = backend.train.model_copy(update={"tokens_per_micro_batch": 10**6})
     backend.tokens_per_micro_batch = 10**6
     batch = make_batch(rows=ROWS, longest=TOKENS)

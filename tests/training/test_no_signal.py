@@ -97,7 +97,7 @@ def step(backend, algorithm, batch, number):
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo", "gdpo", "kl_cov"])
 def test_without_a_signal_nothing_moves(folder, name, case):
     """Also when Adam has momentum and weight decay is on."""
-    algorithm = objective_of(name, {}).resolved(report_entropy=True, max_completion_tokens=16)
+    algorithm = objective_of({"name": name}).resolved(report_entropy=True, max_completion_tokens=16)
     backend = make(folder)
     batch, counted = SILENT[case]
     lively = rewarded([[FULL, CUT], [CUT, FULL]], [[1.0, 0.0], [0.5, 0.25]])
@@ -118,7 +118,7 @@ def test_without_a_signal_nothing_moves(folder, name, case):
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo", "gdpo", "kl_cov"])
 def test_the_rounding_of_old_log_probs_is_no_signal(folder, name, monkeypatch):
     """On some CPUs, and in bfloat16, a row's log-probs depend on the rows that it is computed with."""
-    algorithm = objective_of(name, {}).resolved(report_entropy=True, max_completion_tokens=16)
+    algorithm = objective_of({"name": name}).resolved(report_entropy=True, max_completion_tokens=16)
     backend = make(folder)
     exact = backend.forward_only
 

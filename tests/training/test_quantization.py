@@ -7,7 +7,7 @@ import torch
 
 from atomrl.backends.base import LocalBackend
 from atomrl.common.metrics import values
-from atomrl.config import ConfigError, LoraConfig, ModelConfig, TrainConfig, build_config
+from atomrl.config import ConfigError, LoraConfig, ModelConfig, TrainConfig, load_config
 from atomrl.models.quantized import quantized_layers
 from atomrl.trainer.checks import check_savers
 from atomrl.trainer.memory import memory_estimate
@@ -136,12 +136,12 @@ REFUSED = {
 @pytest.mark.parametrize("changes, message", REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
-        check_savers(build_config(CONFIG | changes))
+        check_savers(load_config(CONFIG | changes))
 
 
 def test_without_the_package(monkeypatch, folder):
     monkeypatch.setattr("atomrl.trainer.checks.find_spec", lambda name: None)
-    config = build_config(CONFIG | {"model": {"path": folder, "lora": {}, "quantization": "nf4"}})
+    config = load_config(CONFIG | {"model": {"path": folder, "lora": {}, "quantization": "nf4"}})
     with pytest.raises(ConfigError, match="nf4: bitsandbytes"):
         check_savers(config)
 
@@ -149,7 +149,7 @@ def test_without_the_package(monkeypatch, folder):
 def test_the_estimate_is_what_is_held(tmp_path):
     folder = make_tiny_model(tmp_path, hidden_size=256, intermediate_size=704, head_dim=64)
     changes = {"model": {"path": str(folder), "dtype": "bfloat16", "lora": {"rank": 8}, "quantization": "nf4"}}
-    config = build_config(CONFIG | changes | {"train": {"optimizer": "adamw8bit"}})
+    config = load_config(CONFIG | changes | {"train": {"optimizer": "adamw8bit"}})
     backend = make(str(folder), "adamw8bit", lora=config.model.lora, quantization="nf4")
     steps(backend, 1)
     parts = memory_estimate(

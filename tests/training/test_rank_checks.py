@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 
 from atomrl.algorithms import objective_of
-from atomrl.config import BackendConfig, ConfigError, build_config
+from atomrl.config import BackendConfig, ConfigError, load_config
 from atomrl.trainer import prepare_run
 from atomrl.trainer.build import RANKED, ranked_kind
 from atomrl.trainer.checks import check_ranks, check_savers
@@ -31,7 +31,7 @@ def check(models, algorithm="grpo", teacher=None, critic=None, **backend):
     tree |= {"backend": {"type": "fsdp", "ranks": 2, **backend}, "algorithm": {"name": algorithm}}
     tree |= {"teacher": {"path": models[teacher]}} if teacher else {}
     tree |= {"critic": {"path": models[critic]}} if critic else {}
-    check_ranks(build_config(tree), objective_of(algorithm, {}))
+    check_ranks(load_config(tree), objective_of({"name": algorithm}))
 
 
 @pytest.mark.parametrize("cut", ["sequence", "tensor"])
@@ -57,7 +57,7 @@ def test_a_fresh_model_is_cut_too(cut):
             "sft": {"gpt": gpt},
             "model": {"pack_rows": True},
         }
-        return prepare_run(build_config(tree | {"backend": {"type": "fsdp", "ranks": 3, cut: 3}}))
+        return prepare_run(load_config(tree | {"backend": {"type": "fsdp", "ranks": 3, cut: 3}}))
 
     prepare(3)
     with pytest.raises(ConfigError, match=f"backend.{cut}=3.*sft.gpt"):
@@ -66,7 +66,7 @@ def test_a_fresh_model_is_cut_too(cut):
 
 def quantised(path, kind, **more):
     model = {"path": path, "lora": {}, "quantization": kind}
-    return build_config({"run_name": "r", "model": model, "data": DATA, **more})
+    return load_config({"run_name": "r", "model": model, "data": DATA, **more})
 
 
 def test_a_model_without_linear_layers_has_none_to_quantise(models):
@@ -83,7 +83,7 @@ def test_impossible_settings_are_refused_before_missing_packages(models, monkeyp
         prepare_run(config)
     eight = {"run_name": "r", "model": {"path": models["even"]}, "data": DATA, "train": {"optimizer": "adamw8bit"}}
     with pytest.raises(ConfigError, match="does not support sharding"):
-        check_savers(build_config(eight | megatron))
+        check_savers(load_config(eight | megatron))
 
 
 def test_each_section_has_its_back_end_in_the_table():

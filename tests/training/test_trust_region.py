@@ -62,7 +62,7 @@ def small_batch(**changes):
 
 def trust_region(name="trpo", **update):
     """Without a critic unless the name brings one."""
-    return objective_of(name, {"advantage": "rloo", "update": {"type": "trust_region", **update}}).resolved()
+    return objective_of({"name": name, "advantage": "rloo", "update": {"type": "trust_region", **update}}).resolved()
 
 
 def seen_by_an_update(backend, batch):
@@ -248,7 +248,7 @@ def critic_batch(seed=0):
 
 def test_a_critic_is_trained_by_its_own_optimizer(make):
     """The policy's step is the one that it is without a critic; the critic learns the returns, at its own rate."""
-    algorithm = objective_of("trpo", {}).resolved()
+    algorithm = objective_of({"name": "trpo"}).resolved()
     assert algorithm.update is not None and "values" in algorithm.outputs
     backend, alone = (
         make(algorithm=algorithm, critic=CriticConfig(learning_rate=0.05), float64=False),
@@ -266,7 +266,7 @@ def test_a_critic_is_trained_by_its_own_optimizer(make):
     ("critic", "lora"), [(None, None), (CriticConfig(learning_rate=0.01), LoraConfig(rank=2))], ids=["plain", "both"]
 )
 def test_continues_bit_for_bit(make, tmp_path, critic, lora):
-    algorithm = objective_of("trpo", {}).resolved() if critic else trust_region()
+    algorithm = objective_of({"name": "trpo"}).resolved() if critic else trust_region()
     batches = [critic_batch(seed=seed) for seed in range(4)]
     straight = make(algorithm=algorithm, float64=False, critic=critic, lora=lora)
     for batch in batches[:2]:

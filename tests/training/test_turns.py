@@ -42,7 +42,7 @@ def episode(index, generator, last_reply, reply):
 def trained(folder, name, last_reply, reply=(20, 21, 22)):
     generator = torch.Generator().manual_seed(4)
     rows = to_rows([episode(index, generator, last_reply, reply) for index in range(4)])
-    algorithm = objective_of(name, {"kl": {"coefficient": 0.0}}).resolved(max_completion_tokens=20)
+    algorithm = objective_of({"name": name, "kl": {"coefficient": 0.0}}).resolved(max_completion_tokens=20)
     model, train = ModelConfig(path=folder, dtype="float32"), TrainConfig(steps=1, learning_rate=1e-2)
     backend = LocalBackend(model, train, algorithm, total_updates=2, critic=CriticConfig())
     for _ in range(2):
@@ -67,7 +67,7 @@ def test_other_targets_under_the_mask_change_no_bit_of_the_weights(folder, name)
 
 def trained_nothing(folder):
     model, train = ModelConfig(path=folder, dtype="float32"), TrainConfig(steps=1, learning_rate=1e-2)
-    return weights_of(LocalBackend(model, train, objective_of("grpo", {}).resolved(), total_updates=2))
+    return weights_of(LocalBackend(model, train, objective_of({"name": "grpo"}).resolved(), total_updates=2))
 
 
 def test_a_reply_that_is_read_does_change_them(folder):

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from atomrl.cli import training
-from atomrl.config import ConfigError, build_config
+from atomrl.config import ConfigError, load_config
 from atomrl.tools import tuning
 from atomrl.tools.tuning import (
     Settings,
@@ -78,7 +78,7 @@ def settings(place: Path, pause: str = "pass", out: str = "study", **given) -> S
 
 
 def space(place: Path):
-    return read_space(place / "space.yaml", build_config(CONFIG))
+    return read_space(place / "space.yaml", load_config(CONFIG))
 
 
 def trials(folder: Path) -> list[tuple[int, dict[str, float], str]]:
@@ -93,7 +93,7 @@ def trials(folder: Path) -> list[tuple[int, dict[str, float], str]]:
 def test_a_better_trial_is_found_and_reported(place):
     pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
     said = []
-    result = tune(build_config(CONFIG), space(place), settings(place), said.append)
+    result = tune(load_config(CONFIG), space(place), settings(place), said.append)
     assert result["better"] and result["gain"] > result["interval"]
     assert abs(math.log10(result["best"]["train.learning_rate"]) + 2) < 1  # 0.1 is as the config has it
     assert 2 <= len(result["finals"]) <= 4 and all(len(values) == 3 for values in result["finals"].values())
@@ -107,13 +107,13 @@ def test_a_better_trial_is_found_and_reported(place):
 def test_a_budget_too_small_for_the_finals_is_refused_before_the_first_trial(place, monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.stats", None)
     with pytest.raises(ConfigError, match=r"pip install 'atomrl\[tune\]'"):
-        tune(build_config(CONFIG), space(place), settings(place))
+        tune(load_config(CONFIG), space(place), settings(place))
     assert not (place / "study").exists()
 
 
 def test_a_study_without_improvement_says_so(place):
     pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
-    config = build_config(CONFIG | {"train": {"steps": 8, "learning_rate": 0.01}})
+    config = load_config(CONFIG | {"train": {"steps": 8, "learning_rate": 0.01}})
     (place / "space.yaml").write_text("train.weight_decay: [0.0, 0.1]\n")
     said = []
     result = tune(config, read_space(place / "space.yaml", config), settings(place, runs=3), said.append)
@@ -125,7 +125,7 @@ def test_a_study_without_improvement_says_so(place):
 
 
 def test_choices_are_what_they_were_also_where_they_are_long(place):
-    config = build_config(CONFIG)
+    config = load_config(CONFIG)
     given = ["a " * 60, "a " * 60 + "b", "two\nlines"]
     (place / "space.yaml").write_text(json.dumps({"data.system_prompt": given}))
     space = read_space(place / "space.yaml", config)
@@ -135,7 +135,7 @@ def test_choices_are_what_they_were_also_where_they_are_long(place):
 
 
 def test_another_type_of_a_choice_has_its_own_defaults(place):
-    config = build_config(CONFIG | {"algorithm": {"name": "grpo", "advantage": {"type": "grpo", "eps": 0.5}}})
+    config = load_config(CONFIG | {"algorithm": {"name": "grpo", "advantage": {"type": "grpo", "eps": 0.5}}})
     (place / "space.yaml").write_text(
         "algorithm.advantage.type: [grpo, grpo_no_std, gdpo]\nalgorithm.kl.type: [k1, k3]\n"
     )
@@ -143,7 +143,7 @@ def test_another_type_of_a_choice_has_its_own_defaults(place):
     assert with_values(config, {"algorithm.advantage.type": "grpo"}).algorithm.advantage.eps == 0.5
     other = with_values(config, {"algorithm.kl.coefficient": 0.2, "algorithm.kl.type": "k1",
                                  "algorithm.advantage.type": "gdpo"})  # fmt: skip
-    fresh = build_config(CONFIG | {"algorithm": {"name": "grpo", "advantage": {"type": "gdpo"}}})
+    fresh = load_config(CONFIG | {"algorithm": {"name": "grpo", "advantage": {"type": "gdpo"}}})
     assert other.algorithm.advantage == fresh.algorithm.advantage
     assert (other.algorithm.kl.type, other.algorithm.kl.coefficient) == ("k1", 0.2)
 
@@ -194,7 +194,7 @@ def test_a_metric_that_there_is_not_ends_a_study_in_its_first_steps(place):
     ],
 )
 def test_the_default_metric_of_a_study(changes, metric):
-    assert training.default_metric(build_config({**CONFIG, **changes}).kind) == metric
+    assert training.default_metric(load_config({**CONFIG, **changes}).kind) == metric
 
 
 def test_bad_trials_end_at_half(place, monkeypatch):
@@ -211,7 +211,7 @@ def test_bad_trials_end_at_half(place, monkeypatch):
         return ended
 
     monkeypatch.setattr(tuning, "should_prune", asked)
-    tune(build_config(CONFIG), space(place), given, lambda line: None)
+    tune(load_config(CONFIG), space(place), given, lambda line: None)
     pruned = [number for number, _, state in trials(place / "study") if state == "PRUNED"]
     lengths = [len((place / f"study/runs/trial_{n:03d}/metrics.jsonl").read_text().splitlines()) for n in pruned]
     assert pruned and set(lengths) <= {4, 6}
@@ -256,7 +256,7 @@ def test_a_trial_to_be_pruned_when_the_study_was_killed_is_pruned(place):
     second = study.ask()
     second.suggest_float("train.learning_rate", 1e-4, 1.0, log=True)
     second.report(0.5, 1)  # and killed here
-    tune(build_config(CONFIG), space(place), given, lambda line: None)
+    tune(load_config(CONFIG), space(place), given, lambda line: None)
     assert [state for *_, state in trials(place / "study")] == ["COMPLETE", "PRUNED"]
 
 
@@ -272,7 +272,7 @@ def test_the_time_that_a_study_lay_killed_is_not_of_its_budget(place):
         if "datetime_start" in line:
             line["datetime_start"] = "2020-01-01T00:00:00.000000"
     journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    tune(build_config(CONFIG), space(place), given, lambda line: None)
+    tune(load_config(CONFIG), space(place), given, lambda line: None)
     assert len(trials(place / "study")) == 3
 
 
@@ -292,7 +292,7 @@ def test_each_place_is_asked_about_once(place):
 @pytest.mark.slow
 def test_a_study_that_was_killed_makes_the_same_trials(place):
     pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
-    config = build_config(CONFIG)
+    config = load_config(CONFIG)
     whole = settings(place, out="whole", runs=7, seeds=1)
     tune(config, space(place), whole, lambda line: None)
     settings(place, "time.sleep(600 * (folder.name == 'trial_003'))")
@@ -310,7 +310,7 @@ def test_a_study_that_was_killed_makes_the_same_trials(place):
 def test_a_trial_ends_with_its_tuner(place):
     """Else it would go on, and its trial, which the next tuner cannot go on with then, would have failed."""
     pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
-    config, fast = build_config(CONFIG), settings(place, out="whole", runs=2, seeds=1)
+    config, fast = load_config(CONFIG), settings(place, out="whole", runs=2, seeds=1)
     tune(config, space(place), fast, lambda line: None)
     settings(place, "time.sleep(600)")
     child = study_of_its_own(place, runs=2)
@@ -327,11 +327,11 @@ def study_of_its_own(place: Path, runs: int) -> subprocess.Popen[bytes]:
     code = f"""
         import json, sys
         from pathlib import Path
-        from atomrl.config import build_config
+        from atomrl.config import load_config
         from atomrl.tools.tuning import Settings, tune
         from atomrl.tools.tuning import read_space, with_values
         place = Path({str(place)!r})
-        config = build_config(json.loads((place / "c.json").read_text()))
+        config = load_config(json.loads((place / "c.json").read_text()))
         tune(config, read_space(place / "space.yaml", config), Settings(folder=place / "killed", runs={runs}, seeds=1,
              window=2, command=[sys.executable, str(place / "fake.py")]))
     """
@@ -388,9 +388,9 @@ def test_sigterm_ends_a_study_as_ctrl_c_does(monkeypatch):
 def test_a_study_of_something_else_is_refused(place):
     pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
     given = settings(place, runs=1, seeds=1)
-    tune(build_config(CONFIG), space(place), given, lambda line: None)
+    tune(load_config(CONFIG), space(place), given, lambda line: None)
     with pytest.raises(ConfigError, match="another config, space"):
-        tune(build_config(CONFIG | {"seed": 5}), space(place), given, lambda line: None)
+        tune(load_config(CONFIG | {"seed": 5}), space(place), given, lambda line: None)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from atomrl.config import ConfigError, RunConfig, build_config, read_yaml
+from atomrl.config import ConfigError, RunConfig, load_config, read_yaml
 from atomrl.tools.importers import openrlhf, trl, verl
 from atomrl.tools.importers.sources import text_of
 from atomrl.tools.importers.translation import Translation, gpu_line
@@ -169,7 +169,7 @@ def _shell_texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 def _imported(t: Translation, path: Path) -> Imported:
     tree = {key: _expanded(t.tree[key]) for key in RunConfig.model_fields if key in t.tree}  # in the order of a config
     try:
-        config = build_config(tree, f"{path} (as AtomRL's config)")
+        config = load_config(tree, name=f"{path} (as AtomRL's config)")
     except ConfigError as error:
         raise ConfigError("\n".join(_with_sources(t, line) for line in str(error).splitlines())) from error
     rows = config.train.rows_per_update

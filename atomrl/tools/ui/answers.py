@@ -25,8 +25,8 @@ from torch import Tensor
 
 from atomrl.atoms.advantages import group_std
 from atomrl.common.functions import imports_forbidden
-from atomrl.config import ConfigError, RunConfig, build_config, merge_trees
-from atomrl.config.loading import is_alternative_layout, parse_yaml, translate
+from atomrl.config import ConfigError, RunConfig, load_config, merge_trees
+from atomrl.config.loading import is_alternative_layout, read_yaml, translate
 from atomrl.config.run import objective_in, setting_in
 from atomrl.data.rows import to_rows, with_advantages
 from atomrl.objectives import PolicyObjective
@@ -72,7 +72,7 @@ def default_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
     if tree["model"].get("path") is not None:
         minimal["model"] = {"path": tree["model"]["path"]}
     try:
-        return build_config(minimal).to_tree()
+        return load_config(minimal).to_tree()
     except ConfigError:  # some values are only valid together with others
         return merge_trees({}, tree)
 
@@ -441,16 +441,16 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
     """Answer a question about a config (a tree, or YAML text), or about a step or a token of a run with that config."""
     try:
         if question.get("config") is not None:
-            config = build_config(question["config"])
+            config = load_config(dict(question["config"]))  # a text would be read as a file
             if "token" in question:
                 return token(config, **question["token"])
             return advantages(config, **question["step"]) if "step" in question else describe(config)
         text = str(question.get("yaml", ""))
-        tree = parse_yaml(text, "the config")
+        tree = read_yaml("the config", text)
         if not is_alternative_layout(tree):
-            return describe(build_config(tree))
+            return describe(load_config(tree))
         own, _ = translate(tree, "the config", default_run_name="config")
-        return describe(build_config(own)) | {"own": yaml.safe_dump(own, sort_keys=False, allow_unicode=True)}
+        return describe(load_config(own)) | {"own": yaml.safe_dump(own, sort_keys=False, allow_unicode=True)}
     except (ConfigError, ValueError) as error:
         return {"errors": str(error).removeprefix("config:\n").splitlines()}
 
