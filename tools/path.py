@@ -94,7 +94,7 @@ PATH: Mapping[str, Sequence[str]] = {
         "trainer/loop.py::update_weights",
         "data/rows.py::to_training_batches",
         "objectives/policy.py::PolicyObjective.loss_weights",
-        "objectives/policy_loss.py::LossAggChoice.__call__",
+        "objectives/base.py::Choice.__call__",
         "atoms/policy_losses.py::token_mean",
     ],
     "the update": [
@@ -112,7 +112,6 @@ PATH: Mapping[str, Sequence[str]] = {
         "atoms/logprobs.py::row_logprobs",
         "atoms/logprobs.py::fused_token_logprobs",
         "objectives/policy.py::PolicyObjective.loss",
-        "objectives/policy_loss.py::RatioChoice.__call__",
         "atoms/policy_losses.py::token_log_ratio",
         "objectives/policy_loss.py::PPOClip.__call__",
         "atoms/policy_losses.py::clipped_policy_loss",

@@ -139,7 +139,8 @@ class PolicyObjective(Objective):
         return self.advantage.extra_rollouts
 
     def loss_weights(self, mask: Tensor, group_ids: Tensor) -> Tensor:
-        return self.loss_agg(mask, group_ids)
+        weights: Tensor = self.loss_agg(mask, group_ids) if self.row_unit == "group" else self.loss_agg(mask)
+        return weights
 
     @torch.no_grad()
     def advantages(self, rows: RowBatch, state: Mapping[str, float] = NOTHING) -> AdvantageBatch:
