@@ -76,8 +76,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a row is lost between updates",
-        "shuffled = torch.randperm(rows, generator=generator)",
-        "shuffled = torch.randperm(rows, generator=generator)[1:]",
+        "shuffled = units[torch.randperm(len(units), generator=generator)]",
+        "shuffled = units[torch.randperm(len(units), generator=generator)[1:]]",
         ("tests/algorithms/test_properties.py", "tests/training/test_turns.py"),
     ),
     Mutation(

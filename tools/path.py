@@ -82,7 +82,6 @@ PATH: Mapping[str, Sequence[str]] = {
         "data/rows.py::by_group",
         "trainer/sources.py::is_accepted",
         "data/rows.py::to_rows",
-        "data/rows.py::_rows",
         "trainer/loop.py::compute_advantages",
         "data/rows.py::with_advantages",
         "batches.py::concat_turns",
