@@ -80,7 +80,7 @@ PATH: Mapping[str, Sequence[str]] = {
     ],
     "rows and advantages": [
         "data/rows.py::by_group",
-        "trainer/sources.py::is_accepted",
+        "trainer/sources.py::GroupSource.accepts",
         "data/rows.py::to_rows",
         "trainer/loop.py::compute_advantages",
         "data/rows.py::with_advantages",
