@@ -70,7 +70,6 @@ PATH: Mapping[str, Sequence[str]] = {
     ],
     "rewards": [
         "rewards/compute.py::Rewards.__call__",
-        "rewards/compute.py::Rewards._run",
         "rewards/calling.py::Task.payload",
         "rewards/calling.py::call",
         "rewards/answers.py::strict_math",
@@ -79,7 +78,6 @@ PATH: Mapping[str, Sequence[str]] = {
         "rewards/compute.py::Rewards.judge",
     ],
     "rows and advantages": [
-        "data/rows.py::by_group",
         "trainer/sources.py::GroupSource.accepts",
         "data/rows.py::to_rows",
         "trainer/loop.py::compute_advantages",

@@ -76,7 +76,8 @@ def to_rows(
     Returns:
         B rows, right-padded with token 0, which a causal model never attends to.
     """
-    groups = {prompt_id: number for number, prompt_id in enumerate(by_group(trajectories))}
+    prompt_ids = dict.fromkeys(item.prompt_id for item in trajectories)
+    groups = {prompt_id: number for number, prompt_id in enumerate(prompt_ids)}
     rows: list[_Row] = []
     for index, item in enumerate(trajectories):
         if item.reward is None:

@@ -239,7 +239,8 @@ class EngineSource(RefillingSource):
         trajectories = scored()
         if self.algorithm.extra_rollouts is not None:
             trajectories = with_baselines(trajectories, scored(**self.algorithm.extra_rollouts))
-        return list(by_group(trajectories).values())
+        size = self.sampling.completions_per_prompt
+        return [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
 
     def quiet(self) -> AbstractContextManager[None]:
         """The engine has no requests between two calls of `collect`."""
