@@ -87,7 +87,6 @@ PATH: Mapping[str, Sequence[str]] = {
         "objectives/advantage.py::Shaping.__call__",
         "objectives/advantage.py::GroupAdvantage.__call__",
         "atoms/advantages.py::group_zscore",
-        "atoms/advantages.py::per_token",
         "trainer/loop.py::update_weights",
         "data/rows.py::to_training_batches",
         "objectives/policy.py::PolicyObjective.loss_weights",
