@@ -148,13 +148,13 @@ MUTATIONS = (
     ),
     Mutation(
         "temperature not applied by the trainer",
-        'states, model.head_weight, tokens, own, temperature, None, "entropy" in wanted, *lists',
+        'states, model.head_weight, tokens, own, self.temperature, None, "entropy" in wanted, *lists',
         'states, model.head_weight, tokens, own, 1.0, None, "entropy" in wanted, *lists',
         ("tests/training/test_candidates.py",),
     ),
     Mutation(
         "log-probs of the reference from the policy",
-        "adapters = adapters_disabled(model) if self.without_adapters else nullcontext()",
+        "adapters = adapters_disabled(model) if role.without_adapters else nullcontext()",
         "adapters = nullcontext()",
         ("tests/conformance/test_backends.py",),
     ),
