@@ -76,8 +76,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a row is lost between updates",
-        "shuffled = torch.randperm(rows, generator=generator)",
-        "shuffled = torch.randperm(rows, generator=generator)[1:]",
+        "shuffled = units[torch.randperm(len(units), generator=generator)]",
+        "shuffled = units[torch.randperm(len(units), generator=generator)[1:]]",
         ("tests/algorithms/test_properties.py", "tests/training/test_turns.py"),
     ),
     Mutation(
@@ -148,13 +148,13 @@ MUTATIONS = (
     ),
     Mutation(
         "temperature not applied by the trainer",
-        'states, model.head_weight, tokens, own, temperature, None, "entropy" in wanted, *lists',
+        'states, model.head_weight, tokens, own, self.temperature, None, "entropy" in wanted, *lists',
         'states, model.head_weight, tokens, own, 1.0, None, "entropy" in wanted, *lists',
         ("tests/training/test_candidates.py",),
     ),
     Mutation(
         "log-probs of the reference from the policy",
-        "adapters = adapters_disabled(model) if self.without_adapters else nullcontext()",
+        "adapters = adapters_disabled(model) if role.without_adapters else nullcontext()",
         "adapters = nullcontext()",
         ("tests/conformance/test_backends.py",),
     ),

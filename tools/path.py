@@ -2,8 +2,9 @@
 
     python tools/path.py
 
-`PATH` names the functions by hand, in the order in which they are called. The internals of an engine are left out.
-Fails if a function that is named there does not exist.
+`PATH` names the functions by hand, in the order in which they are called by a run of configs/quickstart.yaml on a file.
+Left out are the internals of an engine, a model, an atom and a reward function; checks; what only records or reports;
+and most functions of one line. Fails if a function that is named there does not exist.
 """
 
 from __future__ import annotations
@@ -59,11 +60,12 @@ PATH: Mapping[str, Sequence[str]] = {
         "engines/requests.py::RequestEngine.submit",
         "engines/requests.py::RequestEngine.poll",
         "engines/requests.py::RequestEngine._outputs",
+        "engines/requests.py::RequestState.segments",
         "engines/requests.py::to_trajectory",
     ],
     "rewards": [
         "rewards/compute.py::Rewards.__call__",
-        "rewards/compute.py::Rewards._run",
+        "rewards/calling.py::columns_of",
         "rewards/calling.py::Task.payload",
         "rewards/calling.py::call",
         "rewards/answers.py::strict_math",
@@ -72,44 +74,50 @@ PATH: Mapping[str, Sequence[str]] = {
         "rewards/compute.py::Rewards.judge",
     ],
     "rows and advantages": [
-        "data/rows.py::by_group",
-        "trainer/sources.py::is_accepted",
+        "trainer/sources.py::GroupSource.accepts",
         "data/rows.py::to_rows",
-        "data/rows.py::_rows",
         "trainer/loop.py::compute_advantages",
+        "backends/base.py::BaseBackend.forward_only",
+        "backends/base.py::BaseBackend._forward_outputs",
         "data/rows.py::with_advantages",
         "batches.py::concat_turns",
+        "batches.py::_layout",
         "objectives/policy.py::PolicyObjective.advantages",
         "objectives/advantage.py::Shaping.__call__",
+        "batches.py::flat_fields",
         "objectives/advantage.py::GroupAdvantage.__call__",
+        "objectives/advantage.py::AdvantageInputs.totals",
         "atoms/advantages.py::group_zscore",
-        "atoms/advantages.py::per_token",
         "trainer/loop.py::update_weights",
         "data/rows.py::to_training_batches",
         "objectives/policy.py::PolicyObjective.loss_weights",
-        "objectives/policy_loss.py::LossAggChoice.__call__",
+        "objectives/base.py::Choice.__call__",
         "atoms/policy_losses.py::token_mean",
+        "batches.py::split_turns",
     ],
     "the update": [
         "backends/base.py::BaseBackend.train_step",
         "backends/base.py::BaseBackend.gradients",
         "backends/base.py::BaseBackend._in_micro_batches",
+        "batches.py::group_pieces",
         "batches.py::micro_batches",
         "backends/base.py::BaseBackend._accumulate",
+        "backends/base.py::BaseBackend._micro",
         "batches.py::select_rows",
+        "batches.py::map_fields",
         "batches.py::batch_to_device",
-        "backends/base.py::BaseBackend._outputs",
+        "backends/base.py::BaseBackend.forward",
         "backends/base.py::sources",
-        "backends/base.py::Role.outputs",
         "models/attention.py::states_before",
         "atoms/logprobs.py::row_logprobs",
         "atoms/logprobs.py::fused_token_logprobs",
         "objectives/policy.py::PolicyObjective.loss",
-        "objectives/policy_loss.py::RatioChoice.__call__",
         "atoms/policy_losses.py::token_log_ratio",
         "objectives/policy_loss.py::PPOClip.__call__",
         "atoms/policy_losses.py::clipped_policy_loss",
         "atoms/policy_losses.py::weighted_sum",
+        "objectives/auxiliary.py::KLPenalty.__call__",
+        "atoms/kl.py::k3_kl",
     ],
 }
 """Part of the path -> its functions, as `FILE::NAME` with the file below `atomrl/`."""

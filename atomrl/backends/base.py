@@ -117,39 +117,6 @@ class Role:
     without_adapters: bool = False
     """True for the reference of a run with adapters: it is the policy's model with adapters disabled."""
 
-    def outputs(self, micro: RowBatch, wanted: Collection[Output], temperature: float) -> dict[Output, Any]:
-        """Run the forward pass of a micro-batch; return outputs on the model's device, with gradient if it is trained.
-
-        Args:
-            micro: rows on the CPU. Shapes depend on their values, and reading these from a GPU would force a sync.
-            wanted: outputs to compute: `logprobs`, `entropy`, `values` [B, T]; `scores` [B]; `distributions`.
-        """
-        outputs: dict[Output, Any] = {}
-        tokens, mask, model = micro.tokens, micro.loss_mask, self.model
-        grad = nullcontext() if self.optimizer else torch.no_grad()
-        adapters = adapters_disabled(model) if self.without_adapters else nullcontext()
-        with grad, adapters:
-            if "scores" in wanted:
-                outputs["scores"] = model.scores(tokens, micro.lengths)
-            if "values" in wanted:
-                outputs["values"] = model.values(tokens, mask, micro.prompt_lengths)
-            if not outputs.keys() >= set(wanted):
-                states, own = states_before(model, tokens, mask, micro.prompt_lengths)
-            if "logprobs" in wanted or "entropy" in wanted:
-                candidates = micro.rollout.candidates
-                lists = (None, None) if candidates is None else (candidates.ids, candidates.counts)
-                logprobs, entropy = row_logprobs(
-                    states, model.head_weight, tokens, own, temperature, None, "entropy" in wanted, *lists
-                )
-                outputs["logprobs"] = total(logprobs, model.sharing)
-                if entropy is not None:
-                    outputs["entropy"] = total(entropy, model.sharing)
-            if "distributions" in wanted:
-                gather = partial(_gather_tokens, own=own, mask=mask, sharing=model.sharing)
-                places = to_device(mask.flatten().nonzero()[:, 0], states.device)
-                outputs["distributions"] = Distributions(states, model.head_weight, places, temperature, gather)
-        return outputs
-
 
 def _gather_tokens(values: Tensor, own: Tensor, mask: Tensor, sharing: Any) -> Tensor:
     """Gather values [n, ...] of this rank's tokens into [N, ...] for all tokens of the mask."""
@@ -633,7 +600,7 @@ class BaseBackend(ABC):
             with unit("learning", _token_count(inputs.batch, index)):
                 micro = self._micro(inputs.batch, index)
                 with offloading(self.activation_offload):
-                    outputs = ModelOutputs(**self._outputs(micro, inputs.outputs))
+                    outputs = ModelOutputs(**self.forward(micro, inputs.outputs))
                 micro = batch_to_device(micro, self.device)
                 if recorder:
                     micro = recorder.before_loss(micro, outputs)
@@ -664,7 +631,7 @@ class BaseBackend(ABC):
 
         def outputs(micro: TrainingBatch, wanted: frozenset[Output], plain: bool = False) -> ModelOutputs:
             with plain_formulas() if plain else nullcontext():
-                return ModelOutputs(**self._outputs(micro, wanted))
+                return ModelOutputs(**self.forward(micro, wanted))
 
         def step(split: list[Tensor]) -> UpdateOutput:
             micros = [batch_to_device(self._micro(batch, index), self.device) for index in split]
@@ -674,12 +641,47 @@ class BaseBackend(ABC):
         actor.count_finite(self.updates, done.finite)
         return [*parts, done.metrics]
 
-    def _outputs(self, micro: RowBatch, names: Collection[str]) -> dict[str, Any]:
-        """Return the named outputs of all roles for a micro-batch on the CPU."""
+    def forward(self, micro: RowBatch, names: Collection[str]) -> dict[str, Any]:
+        """Run the forward passes of a micro-batch, one per role; return the named outputs.
+
+        Args:
+            micro: rows on the CPU. Shapes depend on their values, and reading these from a GPU would force a sync.
+            names: keys of `SOURCES`.
+
+        Returns:
+            Log-probs, entropies and values [B, T], scores [B] and `Distributions` on the model's device, with gradient
+            if the role is trained.
+        """
         named: dict[str, Any] = {}
-        for role, requested in sources(names, self.roles).items():
-            outputs = self.roles[role].outputs(micro, requested.values(), self.temperature)
-            named |= {name: outputs[output] for name, output in requested.items()}
+        tokens, mask = micro.tokens, micro.loss_mask
+        for name, requested in sources(names, self.roles).items():
+            role, wanted = self.roles[name], set(requested.values())
+            model, outputs = role.model, dict[Output, Any]()
+            grad = nullcontext() if role.optimizer else torch.no_grad()
+            adapters = adapters_disabled(model) if role.without_adapters else nullcontext()
+            with grad, adapters:
+                if "scores" in wanted:
+                    outputs["scores"] = model.scores(tokens, micro.lengths)
+                if "values" in wanted:
+                    outputs["values"] = model.values(tokens, mask, micro.prompt_lengths)
+                if not outputs.keys() >= wanted:
+                    states, own = states_before(model, tokens, mask, micro.prompt_lengths)
+                if "logprobs" in wanted or "entropy" in wanted:
+                    candidates = micro.rollout.candidates
+                    lists = (None, None) if candidates is None else (candidates.ids, candidates.counts)
+                    logprobs, entropy = row_logprobs(
+                        states, model.head_weight, tokens, own, self.temperature, None, "entropy" in wanted, *lists
+                    )
+                    outputs["logprobs"] = total(logprobs, model.sharing)
+                    if entropy is not None:
+                        outputs["entropy"] = total(entropy, model.sharing)
+                if "distributions" in wanted:
+                    gather = partial(_gather_tokens, own=own, mask=mask, sharing=model.sharing)
+                    places = to_device(mask.flatten().nonzero()[:, 0], states.device)
+                    outputs["distributions"] = Distributions(
+                        states, model.head_weight, places, self.temperature, gather
+                    )
+            named |= {key: outputs[output] for key, output in requested.items()}
         return named
 
     def _forward_outputs(
@@ -688,7 +690,7 @@ class BaseBackend(ABC):
         """Yield each of this rank's micro-batches with its outputs, without gradient."""
         for index in split:
             with unit("scoring", _token_count(rows, index)):
-                outputs = self._outputs(self._micro(rows, index), names)
+                outputs = self.forward(self._micro(rows, index), names)
             yield index, outputs
 
     def _micro(self, rows: Rows, index: Tensor) -> Rows:

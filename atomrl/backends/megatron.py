@@ -196,7 +196,7 @@ class MegatronBackend(BackgroundCheckpoints):
         self.wrapped = {}
         super().close()
 
-    def _outputs(self, micro: RowBatch, names: Collection[str]) -> dict[str, Any]:
+    def forward(self, micro: RowBatch, names: Collection[str]) -> dict[str, Any]:
         """Return the named outputs of all roles for a micro-batch, without pipeline parallelism."""
         named: dict[str, Any] = {}
         for name, requested in sources(names, self.roles).items():

@@ -1,7 +1,7 @@
 """Trajectories to padded rows (`to_rows`), and rows to the batches of optimizer steps (`to_training_batches`)."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 
@@ -18,7 +18,7 @@ from atomrl.batches import (
     split_turns,
 )
 from atomrl.protocols import NOTHING, Algorithm
-from atomrl.types import RaggedIds, Segment, Trajectory
+from atomrl.types import Episode, RaggedIds, Segment, Trajectory
 
 
 def by_group(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
@@ -76,8 +76,45 @@ def to_rows(
     Returns:
         B rows, right-padded with token 0, which a causal model never attends to.
     """
-    groups = {prompt_id: number for number, prompt_id in enumerate(by_group(trajectories))}
-    rows = [row for index, item in enumerate(trajectories) for row in _rows(index, item, max_row_tokens)]
+    prompt_ids = dict.fromkeys(item.prompt_id for item in trajectories)
+    groups = {prompt_id: number for number, prompt_id in enumerate(prompt_ids)}
+    rows: list[_Row] = []
+    for index, item in enumerate(trajectories):
+        if item.reward is None:
+            continue
+        # Weight version and log-prob of each token; version -1 marks tokens that the model did not write.
+        token_ids, turns = item.token_ids, turn_numbers(item)
+        policy_versions: list[int] = []
+        rollout_logprobs: list[float] = []
+        for segment in item.segments:
+            size, by_model = len(segment.token_ids), segment.origin == "model"
+            policy_versions += [segment.policy_version or 0 if by_model else -1] * size
+            rollout_logprobs += segment.logprobs if by_model and segment.logprobs is not None else [0.0] * size
+        # One row of all tokens, or several, each with a context that is not trained again.
+        contexts: Iterable[tuple[tuple[slice, ...], slice]] = [((), slice(0, len(token_ids)))]
+        if item.episode is not None and any(turn.sees_from for turn in item.episode.turns):
+            contexts = _contexts(item.prompt_tokens + item.episode.opening_tokens, item.episode)
+        earlier = len(rows)
+        for context, own in contexts:
+            before = [token for part in context for token in token_ids[part]]
+            untrained = [-1] * len(before)
+            row = _Row(
+                index,
+                item,
+                tokens=(*before, *token_ids[own])[:max_row_tokens],
+                own=own,
+                context=len(before),
+                cut=max_row_tokens is not None and len(before) + own.stop - own.start > max_row_tokens,
+                versions=[*untrained, *policy_versions[own]][:max_row_tokens],
+                logprobs=[*([0.0] * len(before)), *rollout_logprobs[own]][:max_row_tokens],
+                turns=[*untrained, *turns[own]][:max_row_tokens],
+            )
+            if max(row.versions, default=-1) >= 0:
+                rows.append(row)
+            elif row.cut and len(rows) > earlier:  # nothing of this row is left, so the trajectory is cut before it
+                rows[-1] = replace(rows[-1], cut=True)
+
+    # Padded tensors.
     items, lengths = [row.trajectory for row in rows], [len(row.tokens) for row in rows]
     longest = max(lengths, default=0)
     tokens = torch.zeros(len(rows), longest, dtype=torch.long)
@@ -123,57 +160,25 @@ def _model_segments(trajectory: Trajectory) -> list[Segment]:
     return [part for part in trajectory.segments if part.origin == "model" and part.token_ids]
 
 
-def _rows(index: int, trajectory: Trajectory, limit: int | None) -> list[_Row]:
-    """Split a trajectory into rows; none if it has no reward or no trained token is left."""
-    rows: list[_Row] = []
-    if trajectory.reward is None:
-        return rows
-    tokens, turns = trajectory.token_ids, turn_numbers(trajectory)
+def _contexts(begin: int, episode: Episode) -> Iterator[tuple[tuple[slice, ...], slice]]:
+    """Yield the context and the own tokens of each row of an episode whose model did not see all earlier turns.
 
-    # Weight version and log-prob of each token; version -1 marks tokens that the model did not write.
-    versions: list[int] = []
-    logprobs: list[float] = []
-    for segment in trajectory.segments:
-        size, by_model = len(segment.token_ids), segment.origin == "model"
-        versions += [segment.policy_version or 0 if by_model else -1] * size
-        logprobs += segment.logprobs if by_model and segment.logprobs is not None else [0.0] * size
+    A row covers consecutive turns with the same `sees_from`: each turn extends the context of the one before. Where it
+    changes, earlier turns were dropped from the context, and tokens must be predicted from another prefix.
 
-    # The context and the own tokens of each row, as slices of the trajectory. A row covers consecutive turns with the
-    # same `sees_from`: each turn extends the context of the one before. Where it changes, earlier turns were dropped
-    # from the context, and tokens must be predicted from another prefix.
-    contexts: list[tuple[tuple[slice, ...], slice]] = [((), slice(0, len(tokens)))]
-    episode = trajectory.episode
-    if episode is not None and any(turn.sees_from for turn in episode.turns):
-        begin = trajectory.prompt_tokens + episode.opening_tokens
-        starts = list(accumulate((turn.model_tokens + turn.reply_tokens for turn in episode.turns), initial=begin))
-        changes = (n for n, (one, two) in enumerate(pairwise(episode.turns), 1) if one.sees_from != two.sees_from)
-        contexts = []
-        for first, past in pairwise([0, *changes, len(episode.turns)]):
-            # The last reply of a row is part of the next row's context: the model saw it there.
-            end = starts[past - 1] + episode.turns[past - 1].model_tokens
-            visible = slice(starts[episode.turns[first].sees_from], starts[first])
-            seen = (slice(0, begin), visible) if first else ()
-            contexts.append((seen, slice(starts[first] if first else 0, end)))
+    Args:
+        begin: index of the first token of the first turn.
 
-    for context, own in contexts:
-        before = [token for part in context for token in tokens[part]]
-        untrained = [-1] * len(before)
-        row = _Row(
-            index,
-            trajectory,
-            tokens=(*before, *tokens[own])[:limit],
-            own=own,
-            context=len(before),
-            cut=limit is not None and len(before) + own.stop - own.start > limit,
-            versions=[*untrained, *versions[own]][:limit],
-            logprobs=[*([0.0] * len(before)), *logprobs[own]][:limit],
-            turns=[*untrained, *turns[own]][:limit],
-        )
-        if max(row.versions, default=-1) >= 0:
-            rows.append(row)
-        elif row.cut and rows:  # nothing of this row is left, so the row before it is where the trajectory is cut
-            rows[-1] = replace(rows[-1], cut=True)
-    return rows
+    Yields:
+        Slices of the trajectory.
+    """
+    starts = list(accumulate((turn.model_tokens + turn.reply_tokens for turn in episode.turns), initial=begin))
+    changes = (n for n, (one, two) in enumerate(pairwise(episode.turns), 1) if one.sees_from != two.sees_from)
+    for first, past in pairwise([0, *changes, len(episode.turns)]):
+        # The last reply of a row is part of the next row's context: the model saw it there.
+        end = starts[past - 1] + episode.turns[past - 1].model_tokens
+        visible = slice(starts[episode.turns[first].sees_from], starts[first])
+        yield (slice(0, begin), visible) if first else (), slice(starts[first] if first else 0, end)
 
 
 def turn_numbers(trajectory: Trajectory) -> list[int]:
@@ -323,23 +328,18 @@ def to_training_batches(
     ids = batch.unit_ids(algorithm.row_unit)
     if ids is None and concat_turns(batch) is not batch:
         ids = batch.trajectory_index
+    parts: Sequence[Tensor] = [torch.arange(batch.rows)]
     for epoch in range(epochs):
-        for index in _split(batch.rows, ids, updates, f"{seed}/{step}/{epoch}"):
+        if updates > 1:
+            key = hashlib.blake2b(f"{seed}/{step}/{epoch}".encode(), digest_size=7).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(key))
+            units = torch.arange(batch.rows) if ids is None else torch.unique(ids)
+            shuffled = units[torch.randperm(len(units), generator=generator)].tensor_split(updates)
+            parts = shuffled if ids is None else [torch.isin(ids, part).nonzero()[:, 0] for part in shuffled]
+        for index in parts:
+            if not len(index):
+                continue
             part = select_rows(batch, index)
             joined = concat_turns(part)
             weights = split_turns(algorithm.loss_weights(joined.loss_mask, joined.group_ids), part)
             yield TrainingBatch(**vars(part), loss_weights=weights)
-
-
-def _split(rows: int, ids: Tensor | None, parts: int, key: str) -> list[Tensor]:
-    """Split row indices into at most `parts` shuffled parts; rows with the same id stay together."""
-    if parts == 1:
-        return [torch.arange(rows)]
-    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest()))
-    if ids is None:
-        shuffled = torch.randperm(rows, generator=generator)
-        return [part for part in shuffled.tensor_split(parts) if len(part)]
-    units = torch.unique(ids)
-    shuffled = units[torch.randperm(len(units), generator=generator)]
-    chosen = [torch.isin(ids, part).nonzero()[:, 0] for part in shuffled.tensor_split(parts)]
-    return [part for part in chosen if len(part)]

@@ -1,18 +1,17 @@
 """Objectives: one typed choice on each axis, which together implement `protocols.Algorithm`.
 
-A choice (`choice.py`) is a frozen record: its fields are the config's keys, its call computes its equation with atoms.
+A choice (`base.py`) is a frozen record: its fields are the config's keys, its call computes its equation with atoms.
 
 | file | axes |
 |---|---|
 | `policy.py` | `PolicyObjective`: all axes of a policy-gradient objective, and its loss |
-| `shaping.py` | `shaping` of rewards, `group_filter` (dynamic sampling) |
-| `advantage.py` | `advantage` |
-| `clip.py` | `ratio`, `clip`, `update` (trust region) |
-| `token_weights.py` | `loss_agg`, `rollout_is`, `token_filter` |
+| `advantage.py` | `shaping` of rewards, `group_filter` (dynamic sampling), `advantage` |
+| `policy_loss.py` | `ratio`, `clip`, `loss_agg`, `update` (trust region) |
+| `token_weights.py` | `rollout_is`, `token_filter` |
 | `auxiliary.py` | `kl`, `value`, `entropy`, `distillation` |
 | `preference.py` | `PreferenceObjective`: all axes of a preference objective, and its loss |
 | `preference_loss.py` | `score`, `loss`, `nll` of preferences |
-| `base.py` | `Objective`, and its equation as text or LaTeX |
+| `base.py` | base classes of choices, `Objective`, and its equation as text or LaTeX |
 """
 
 from atomrl.objectives.advantage import AdvantageInputs, AdvantagesAndReturns

@@ -84,7 +84,7 @@ class Setting:
 class Choice(BaseModel):
     """A choice on one axis. Frozen; two are equal if type and fields are.
 
-    A choice that is a single atom names it as `atom`, and takes equation and defaults from there:
+    A choice that is a single atom names it as `atom`, and takes equation, defaults and call from there:
 
         class K2(KLPenalty, type="k2"):
             atom = staticmethod(k2_kl)
@@ -99,7 +99,7 @@ class Choice(BaseModel):
     latex: ClassVar[str] = ""
     """Equation for print; by default that of `atom`."""
     atom: ClassVar[Callable[..., Tensor]]
-    """The atom, if there is a single one; most base classes call it with the fields as keywords."""
+    """The atom, if there is a single one."""
     made_of: ClassVar[Atoms] = ()
     """Its atoms, if there are several."""
     needs: ClassVar[frozenset[ModelInput]] = frozenset()
@@ -118,6 +118,10 @@ class Choice(BaseModel):
                 f"{cls.__name__} has no equation, which `atomrl explain` prints: set `atom` to a function with "
                 "@atom, or `text` and `latex` (`text = ''` if it adds nothing to the objective)"
             )
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Compute the equation: call `atom` with the inputs of the axis, and the fields as keywords."""
+        return self.atom(*inputs, **named, **self.settings)
 
     def atoms(self) -> Atoms:
         """Return the functions of `atomrl.atoms` that it uses with its current fields."""

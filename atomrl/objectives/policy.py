@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from atomrl.atoms import Formula
-from atomrl.atoms.advantages import per_token
 from atomrl.atoms.kl import adaptive_coefficient, k1_kl
 from atomrl.atoms.masks import masked_mean, masked_sum
 from atomrl.atoms.policy_losses import token_log_ratio, weighted_sum
@@ -139,7 +138,8 @@ class PolicyObjective(Objective):
         return self.advantage.extra_rollouts
 
     def loss_weights(self, mask: Tensor, group_ids: Tensor) -> Tensor:
-        return self.loss_agg(mask, group_ids)
+        weights: Tensor = self.loss_agg(mask, group_ids) if self.row_unit == "group" else self.loss_agg(mask)
+        return weights
 
     @torch.no_grad()
     def advantages(self, rows: RowBatch, state: Mapping[str, float] = NOTHING) -> AdvantageBatch:
@@ -187,7 +187,7 @@ class PolicyObjective(Objective):
         advantages, returns = result if isinstance(result, AdvantagesAndReturns) else (result, None)
         if self.shaping.mask_truncated:
             mask = mask & ~rows.truncated[:, None]
-        advantages = per_token(advantages, mask) if advantages.dim() == 1 else advantages.masked_fill(~mask, 0.0)
+        advantages = torch.where(mask, advantages[:, None] if advantages.dim() == 1 else advantages, 0.0)
         changes: dict[str, Any] = {"loss_mask": mask, "advantages": advantages, "returns": returns, "state": new_state}
 
         # Filters and corrections that need the whole step.

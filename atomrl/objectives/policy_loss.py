@@ -26,7 +26,7 @@ from atomrl.atoms.masks import row_mean
 from atomrl.atoms.policy_losses import sequence_log_ratio, sequence_token_log_ratio, token_log_ratio
 from atomrl.batches import TrainingBatch
 from atomrl.common.metrics import Count, Mean, Metrics, merge
-from atomrl.objectives.base import Atoms, Choice, Custom, Setting, default, not_none
+from atomrl.objectives.base import Choice, Custom, Setting, default, not_none
 from atomrl.protocols import Algorithm, Forward, Output, RowUnit, UpdateOutput
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -34,18 +34,11 @@ from atomrl.protocols import Algorithm, Forward, Output, RowUnit, UpdateOutput
 
 
 class RatioChoice(Choice):
-    """Base class of ratios: one atom of log-probs, [B, T] or [B]."""
-
-    def atoms(self) -> Atoms:
-        return (self.atom, per_token) if self.type == "sequence" else (self.atom,)
+    """Base class of ratios: log-probs, those of the old policy, and mask, [B, T] each -> log-ratio [B, T]."""
 
     @property
     def by_completion(self) -> bool:
         return self.type != "token"
-
-    def __call__(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-        log_ratio: Tensor = self.atom(logprobs, old_logprobs, mask, **self.settings)
-        return per_token(log_ratio, mask) if log_ratio.dim() == 1 else log_ratio
 
 
 class TokenRatio(RatioChoice, type="token"):
@@ -64,7 +57,10 @@ class SequenceRatio(RatioChoice, type="sequence"):
     latex = r"\rho_{i,t} = \Big(\frac{\pi_\theta(o_i)}{\pi_{\mathrm{old}}(o_i)}\Big)^{1/|o_i|}"
     length_normalised: bool = True
     clamp: NonNegativeFloat | None = None
-    atom = staticmethod(sequence_log_ratio)
+    made_of = (sequence_log_ratio, per_token)
+
+    def __call__(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+        return per_token(sequence_log_ratio(logprobs, old_logprobs, mask, **self.settings), mask)
 
     def equation(self) -> Formula:
         if self.length_normalised:
@@ -95,13 +91,10 @@ Ratio = TokenRatio | SequenceRatio | SequenceTokenRatio
 
 
 class LossAggChoice(Choice):
-    """Base class of aggregations: one atom of the mask."""
+    """Base class of aggregations: one atom of the mask, and of the group ids if groups stay together."""
 
     row_unit: ClassVar[RowUnit] = "row"
     """Rows that a split into updates or micro-batches keeps together."""
-
-    def __call__(self, mask: Tensor, group_ids: Tensor) -> Tensor:
-        return self.atom(mask, **self.settings)
 
 
 def one_loss_per_row(setting: Setting) -> bool:
@@ -142,9 +135,6 @@ class PromptMean(LossAggChoice, type="prompt_mean"):
 
     row_unit = "group"
     atom = staticmethod(policy_losses.group_token_mean)
-
-    def __call__(self, mask: Tensor, group_ids: Tensor) -> Tensor:
-        return self.atom(mask, group_ids)
 
 
 LossAgg = TokenMean | SequenceMean | ConstantLength | PromptMean

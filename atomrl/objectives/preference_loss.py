@@ -295,11 +295,8 @@ class PairLoss(PreferenceLoss):
         return self.atom(chosen - rejected, **self.settings)
 
 
-class ScoreLoss(PairLoss):
-    """Loss of both scores of a pair."""
-
-    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        return self.atom(chosen, rejected, **self.settings)
+class ScoreLoss(PreferenceLoss):
+    """Loss of both scores of a pair: chosen and rejected scores [P] -> [P]."""
 
 
 class SmoothedLoss(PairLoss):
@@ -499,10 +496,7 @@ class WeightedLabelLoss(LabelLoss):
 
     desirable_weight: AtLeast0 = default(kto_loss, "desirable_weight")
     undesirable_weight: AtLeast0 = default(kto_loss, "undesirable_weight")
-    made_of: ClassVar[Atoms] = (kto_loss,)
-
-    def __call__(self, scores: Tensor, desirable: Tensor, reference: Tensor) -> Tensor:
-        return kto_loss(scores, desirable, reference, **self.settings)
+    atom = staticmethod(kto_loss)
 
 
 class ApoZeroUnpairedLoss(WeightedLabelLoss, type="apo_zero_unpaired"):

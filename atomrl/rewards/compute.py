@@ -207,7 +207,9 @@ class Rewards:
             The trajectories with `reward`, `reward_parts`, `part_weights` and `reward_failures`, in the same order.
 
         Raises:
-            RewardError: a reward cannot be loaded or called; or as `judge`.
+            RewardError: a reward cannot be loaded or called, or its first `MAX_HANGS` calls all hung or crashed; or as
+                `judge`.
+            RewardStop: a service was unavailable for `reward.wait_s`.
         """
         scores = {part.name: [Score()] * len(trajectories) for part in self.parts}
         self.seconds = seconds = [0.0] * len(trajectories)
@@ -230,11 +232,39 @@ class Rewards:
                 task = Task(part.name, scorer, indices, played, columns)
                 tasks += task.split() if scorer.by_row and not scorer.in_process else [task]
 
-        # Run them. Outcomes come in any order, so each is stored at its trajectory's row.
-        for task, outcome in self._run(tasks):
-            for index, score in zip(task.rows, outcome.scores, strict=True):
-                scores[task.part][rows[index]] = score
-                seconds[rows[index]] += outcome.seconds / len(task.rows)
+        # Run them. A call that failed as a whole is repeated one completion at a time, and those of a function whose
+        # service is unavailable until it answers. The later outcome of a completion replaces the earlier one.
+        outages: dict[str, Outage] = {}
+        while tasks:
+            again: list[Task] = []
+            away: dict[str, str] = {}  # reward term -> error message
+            with closing(self.pool.run([task for task in tasks if not task.scorer.in_process])) as outcomes:
+                here = ((task, call(task.scorer, task.payload())) for task in tasks if task.scorer.in_process)
+                for task, outcome in chain(outcomes, here):
+                    progress()
+                    if unavailable := next((score for score in outcome.scores if score.failure == "away"), None):
+                        away[task.part] = unavailable.message
+                        again.append(task)
+                        continue
+                    # Outcomes come in any order, so each is stored at its trajectory's row.
+                    for index, score in zip(task.rows, outcome.scores, strict=True):
+                        scores[task.part][rows[index]] = score
+                        seconds[rows[index]] += outcome.seconds / len(task.rows)
+                    if outcome.call_failed and len(task.rows) > 1:
+                        again += task.split()
+                    if not task.scorer.in_process:
+                        self._check_hangs(task, outcome)
+            for name in outages.keys() - away:
+                outages.pop(name).answered()
+            pauses = [0.0]
+            for name, message in away.items():
+                outages.setdefault(name, Outage(f"the service of reward {name!r}", self.wait_s, "reward.wait_s"))
+                try:
+                    pauses.append(outages[name].pause_s(message))
+                except ServiceGone as gone:
+                    raise RewardStop(str(gone)) from None
+            time.sleep(max(pauses))
+            tasks = again
 
         # Add up the weighted values. Every trajectory reports the same extra parts: the union of those that any
         # completion of the batch returned.
@@ -314,47 +344,6 @@ class Rewards:
                 f"{', '.join(map(repr, names))} returned None for all others{hint}",
                 scored,
             )
-
-    def _run(self, tasks: Sequence[Task]) -> list[tuple[Task, Outcome]]:
-        """Run the calls in workers or in this process.
-
-        A call that failed as a whole is repeated one completion at a time, and those of a function whose service is
-        unavailable until it answers. The later outcome of a completion replaces the earlier one.
-
-        Raises:
-            RewardError: a reward cannot be loaded, or its first `MAX_HANGS` calls all hung or crashed.
-            RewardStop: a service was unavailable for `reward.wait_s`.
-        """
-        results: list[tuple[Task, Outcome]] = []
-        outages: dict[str, Outage] = {}
-        while tasks:
-            again: list[Task] = []
-            away: dict[str, str] = {}  # reward term -> error message
-            with closing(self.pool.run([task for task in tasks if not task.scorer.in_process])) as outcomes:
-                here = ((task, call(task.scorer, task.payload())) for task in tasks if task.scorer.in_process)
-                for task, outcome in chain(outcomes, here):
-                    progress()
-                    if score := next((score for score in outcome.scores if score.failure == "away"), None):
-                        away[task.part] = score.message
-                        again.append(task)
-                        continue
-                    results.append((task, outcome))
-                    if outcome.call_failed and len(task.rows) > 1:
-                        again += task.split()
-                    if not task.scorer.in_process:
-                        self._check_hangs(task, outcome)
-            for part in outages.keys() - away:
-                outages.pop(part).answered()
-            pauses = [0.0]
-            for part, message in away.items():
-                outages.setdefault(part, Outage(f"the service of reward {part!r}", self.wait_s, "reward.wait_s"))
-                try:
-                    pauses.append(outages[part].pause_s(message))
-                except ServiceGone as gone:
-                    raise RewardStop(str(gone)) from None
-            time.sleep(max(pauses))
-            tasks = again
-        return results
 
     def _check_hangs(self, task: Task, outcome: Outcome) -> None:
         """Raise RewardError if the first `MAX_HANGS` calls of a reward all hung or ended their process."""

@@ -218,9 +218,9 @@ class PoolSource(RefillingSource):
             self._names.add(group[0].prompt_id)
             yield group
 
-    def is_trainable(self, group: list[Trajectory]) -> bool:
-        """Return False for a group without model tokens, all of whose episodes failed at the start."""
-        return bool(model_segments(group))
+    def accepts(self, group: Sequence[Trajectory]) -> bool:
+        """Return also False for a group without model tokens, all of whose episodes failed at the start."""
+        return bool(model_segments(group)) and super().accepts(group)
 
     def _wait_for(self, count: int, step: int) -> list[Held]:
         """Claim up to `count` groups; wait until there is at least one."""

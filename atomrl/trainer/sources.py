@@ -152,6 +152,8 @@ def warn_if_short(algorithm: Algorithm, step: int, accepted: int, rejected: int,
 class GroupSource(Protocol):
     """Source of the groups of a step. A group is the scored trajectories of one prompt."""
 
+    algorithm: Algorithm
+
     def collect(self, groups: int, step: int, watch: Stopwatch) -> tuple[Groups, Groups]:
         """Collect the groups of a step.
 
@@ -163,6 +165,12 @@ class GroupSource(Protocol):
         Returns:
             The groups to train on, and the groups that the algorithm rejected.
         """
+
+    def accepts(self, group: Sequence[Trajectory]) -> bool:
+        """Return whether the algorithm trains on a group. Trajectories without a sampled token are ignored."""
+        written = [item for item in group if any(part.origin == "model" and part.token_ids for part in item.segments)]
+        rewards = [item.total_reward for item in written if item.total_reward is not None]
+        return self.algorithm.keeps_group is None or self.algorithm.keeps_group(rewards)
 
     def quiet(self) -> AbstractContextManager[None]:
         """Context for evaluations: the engine, if there is one, samples nothing for the source."""
@@ -183,17 +191,12 @@ class RefillingSource(GroupSource):
     """Base class of sources that replace the groups which the algorithm rejects (dynamic sampling: DAPO,
     arXiv:2503.14476, section 3.2)."""
 
-    algorithm: Algorithm
     in_rounds: ClassVar[bool] = True
     """True: `draw` returns as many groups as requested, and each call is a round (`is_exhausted`)."""
 
     @abstractmethod
     def draw(self, count: int, step: int, watch: Stopwatch) -> Iterable[list[Trajectory]]:
         """Return up to `count` scored groups, at least one."""
-
-    def is_trainable(self, group: list[Trajectory]) -> bool:
-        """Return False for groups that are rejected whatever the algorithm."""
-        return bool(group)
 
     def collect(self, groups: int, step: int, watch: Stopwatch) -> tuple[Groups, Groups]:
         """Draw groups until the algorithm accepts `groups` of them, or `is_exhausted`, with a warning.
@@ -206,8 +209,7 @@ class RefillingSource(GroupSource):
             if is_exhausted(groups, len(accepted) + len(rejected), rounds if self.in_rounds else None):
                 break
             for group in self.draw(groups - len(accepted), step, watch):
-                keep = self.is_trainable(group) and is_accepted(self.algorithm, group)
-                (accepted if keep else rejected).append(group)
+                (accepted if self.accepts(group) else rejected).append(group)
             rounds += 1
         warn_if_short(self.algorithm, step, len(accepted), len(rejected), groups)
         return accepted, rejected
@@ -237,7 +239,8 @@ class EngineSource(RefillingSource):
         trajectories = scored()
         if self.algorithm.extra_rollouts is not None:
             trajectories = with_baselines(trajectories, scored(**self.algorithm.extra_rollouts))
-        return list(by_group(trajectories).values())
+        size = self.sampling.completions_per_prompt
+        return [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
 
     def quiet(self) -> AbstractContextManager[None]:
         """The engine has no requests between two calls of `collect`."""
@@ -257,13 +260,6 @@ def with_baselines(trajectories: Sequence[Trajectory], extra: Sequence[Trajector
     baselines = {prompt_id: fmean(item.total_reward or 0.0 for item in group) for prompt_id, group in groups.items()}
     # NaN, not None: extra completions were sampled, but none of them has a reward.
     return [replace(item, baseline_reward=baselines.get(item.prompt_id, math.nan)) for item in trajectories]
-
-
-def is_accepted(algorithm: Algorithm, group: Sequence[Trajectory]) -> bool:
-    """Return whether the algorithm trains on a group. Trajectories without a sampled token are ignored."""
-    written = [item for item in group if any(part.origin == "model" and part.token_ids for part in item.segments)]
-    rewards = [item.total_reward for item in written if item.total_reward is not None]
-    return algorithm.keeps_group is None or algorithm.keeps_group(rewards)
 
 
 TICK_S = 0.5
@@ -317,8 +313,8 @@ class _Group:
         return [item for item, name in pairs if not name.startswith(EXTRA)], extra
 
 
-class AsyncRolloutSource:
-    """A `GroupSource` that samples ahead of the trainer, for asynchronous training.
+class AsyncRolloutSource(GroupSource):
+    """Samples ahead of the trainer, for asynchronous training.
 
     Each group is submitted, sampled, and scored as soon as it is complete; then it waits for the trainer, which takes
     the oldest groups. So a slow completion or reward delays only its own group.
@@ -647,7 +643,7 @@ class AsyncRolloutSource:
             scored = self.rewards(drawn, judge=False)
             if extra:
                 scored = with_baselines(scored, self.rewards(extra, judge=False))
-            accepted = is_accepted(self.algorithm, scored)
+            accepted = self.accepts(scored)
             with self._changed:
                 self._moved += 1
                 if self._open.get(group.position) is group:  # it was not dropped in between

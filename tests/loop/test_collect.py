@@ -15,7 +15,6 @@ from atomrl.data.rows import to_rows
 from atomrl.objectives.preference_loss import best_and_worst
 from atomrl.protocols import LossOutput, ModelOutputs
 from atomrl.rewards.errors import RewardError
-from atomrl.trainer import sources as groups
 from atomrl.trainer.loop import MAX_IDLE_STEPS, Progress, compute_advantages, update_weights
 from atomrl.trainer.report import Stopwatch, answer_end, rollout_metrics, runs_on
 from atomrl.trainer.rl import RolloutTraining
@@ -137,9 +136,9 @@ def test_rewards_of_an_environment_tell_completions_apart(tmp_path):
     """Their outcomes are the same."""
     parts = make_parts(tmp_path, lambda problem, index: "x", lambda item: 1.0, DAPO)
     (drawn,) = parts.source.draw(1, 1, Stopwatch())
-    assert not groups.is_accepted(DAPO, drawn)
+    assert not parts.source.accepts(drawn)
     paid = [replace(item, token_rewards=((item.prompt_tokens, float(item.index)),)) for item in drawn]
-    assert groups.is_accepted(DAPO, paid)
+    assert parts.source.accepts(paid)
     assert best_and_worst(to_rows(paid)).tolist() == [-1, 0, 0, 1]
 
 
