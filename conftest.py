@@ -21,8 +21,8 @@ torch.set_num_threads(1)
 if find_spec("hypothesis") is not None:
     from hypothesis import HealthCheck, settings
 
-    # No time limit for an example, since machines may be busy. The same examples in each run: a new failure is then that
-    # of the change. `make test-all` tries others each time.
+    # No time limit for an example, since machines may be busy. The same examples in each run: a new failure is then
+    # due to the change. `make test-all` tries others each time.
     anywhere = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
     settings.register_profile("same", derandomize=True, **anywhere)
     settings.register_profile("others", **anywhere)

@@ -4,7 +4,7 @@
 
 `PATH` names the functions by hand, in the order in which they are called by a run of configs/quickstart.yaml on a file.
 Left out are the internals of an engine, a model, an atom and a reward function; checks; what only records or reports;
-and most functions of one line. Fails if a function that is named there does not exist.
+and small helpers of tensors and records (`split_turns`, `map_fields`). Fails if a function that is named there does not exist.
 """
 
 from __future__ import annotations
@@ -60,12 +60,10 @@ PATH: Mapping[str, Sequence[str]] = {
         "engines/requests.py::RequestEngine.submit",
         "engines/requests.py::RequestEngine.poll",
         "engines/requests.py::RequestEngine._outputs",
-        "engines/requests.py::RequestState.segments",
         "engines/requests.py::to_trajectory",
     ],
     "rewards": [
         "rewards/compute.py::Rewards.__call__",
-        "rewards/calling.py::columns_of",
         "rewards/calling.py::Task.payload",
         "rewards/calling.py::call",
         "rewards/answers.py::strict_math",
@@ -77,34 +75,25 @@ PATH: Mapping[str, Sequence[str]] = {
         "trainer/sources.py::GroupSource.accepts",
         "data/rows.py::to_rows",
         "trainer/loop.py::compute_advantages",
-        "backends/base.py::BaseBackend.forward_only",
-        "backends/base.py::BaseBackend._forward_outputs",
         "data/rows.py::with_advantages",
         "batches.py::concat_turns",
-        "batches.py::_layout",
         "objectives/policy.py::PolicyObjective.advantages",
         "objectives/advantage.py::Shaping.__call__",
-        "batches.py::flat_fields",
         "objectives/advantage.py::GroupAdvantage.__call__",
-        "objectives/advantage.py::AdvantageInputs.totals",
         "atoms/advantages.py::group_zscore",
         "trainer/loop.py::update_weights",
         "data/rows.py::to_training_batches",
         "objectives/policy.py::PolicyObjective.loss_weights",
         "objectives/base.py::Choice.__call__",
         "atoms/policy_losses.py::token_mean",
-        "batches.py::split_turns",
     ],
     "the update": [
         "backends/base.py::BaseBackend.train_step",
         "backends/base.py::BaseBackend.gradients",
         "backends/base.py::BaseBackend._in_micro_batches",
-        "batches.py::group_pieces",
         "batches.py::micro_batches",
         "backends/base.py::BaseBackend._accumulate",
-        "backends/base.py::BaseBackend._micro",
         "batches.py::select_rows",
-        "batches.py::map_fields",
         "batches.py::batch_to_device",
         "backends/base.py::BaseBackend.forward",
         "backends/base.py::sources",
@@ -116,8 +105,6 @@ PATH: Mapping[str, Sequence[str]] = {
         "objectives/policy_loss.py::PPOClip.__call__",
         "atoms/policy_losses.py::clipped_policy_loss",
         "atoms/policy_losses.py::weighted_sum",
-        "objectives/auxiliary.py::KLPenalty.__call__",
-        "atoms/kl.py::k3_kl",
     ],
 }
 """Part of the path -> its functions, as `FILE::NAME` with the file below `atomrl/`."""

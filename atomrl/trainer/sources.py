@@ -239,8 +239,7 @@ class EngineSource(RefillingSource):
         trajectories = scored()
         if self.algorithm.extra_rollouts is not None:
             trajectories = with_baselines(trajectories, scored(**self.algorithm.extra_rollouts))
-        size = self.sampling.completions_per_prompt
-        return [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
+        return list(by_group(trajectories).values())
 
     def quiet(self) -> AbstractContextManager[None]:
         """The engine has no requests between two calls of `collect`."""
