@@ -271,7 +271,7 @@ export function link(parts, query) {
 export function useKeys(keys) {
   const newest = useRef(keys);
   newest.current = keys;
-  useLayoutEffect(() => {  // in the task that draws: an effect runs after the paint, and a key pressed before it is lost
+  useEffect(() => {
     const pressed = (event) => {
       const field = event.target.closest && event.target.closest("input, textarea, select");
       if (field || event.ctrlKey || event.metaKey || event.altKey) return;
