@@ -72,6 +72,7 @@ PATH: Mapping[str, Sequence[str]] = {
         "rewards/compute.py::Rewards.judge",
     ],
     "rows and advantages": [
+        "data/rows.py::by_group",
         "trainer/sources.py::GroupSource.accepts",
         "data/rows.py::to_rows",
         "trainer/loop.py::compute_advantages",
