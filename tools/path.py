@@ -4,7 +4,8 @@
 
 `PATH` names the functions by hand, in the order in which they are called by a run of configs/quickstart.yaml on a file.
 Left out are the internals of an engine, a model, an atom and a reward function; checks; what only records or reports;
-and small helpers of tensors and records (`split_turns`, `map_fields`). Fails if a function that is named there does not exist.
+and small helpers of tensors and records (`split_turns`, `map_fields`).
+Fails if a function that is named there does not exist.
 """
 
 from __future__ import annotations
