@@ -255,7 +255,7 @@ def store_output(state: RequestState, output: ServerOutput | Exception) -> Finis
 # --------------------------------------------------------------------------------------------------------------------
 # A server that this process starts on 127.0.0.1, and that ends with it.
 
-_GRACE_S = 10.0
+GRACE_S = 10.0
 _TAIL_LINES = 15
 # A launcher between this process and the server, since the server may ignore signals while it starts, and its children
 # always do. On Linux it gets SIGTERM when this process ends, also by SIGKILL (PR_SET_PDEATHSIG). It then kills the
@@ -335,7 +335,7 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(_GRACE_S)
+                self.process.wait(GRACE_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

@@ -279,27 +279,32 @@ def test_no_worker_outlives_the_process(state, number):
 def test_a_slow_group_holds_up_no_other(tmp_path):
     """Once others wait, one of two workers takes its calls one after another, and the other one theirs."""
     rewards = build("obey_score", timeout_s=600.0, workers=2, patience=None)
-    scores, first, second = {}, tmp_path / "first", tmp_path / "second"
+    scores, files = {}, [tmp_path / str(n) for n in range(8)]
 
     def score(name, texts):
         scores[name] = values(rewards(rollouts({name: texts}), judge=False))
 
-    calls = {"slow": [str(first)] * 2 + [str(second)] * 2}
+    calls = {"slow": [*map(str, files)]}  # each waits for its file
     calls |= {f"fast{n}": [f"{n}.{k}" for k in range(8)] for n in range(3)}
     threads = [threading.Thread(target=score, args=call) for call in calls.items()]
     threads[0].start()
     assert wait_until(lambda: len(rewards.pool.pids) == 2), "alone it has both"
     for thread in threads[1:]:
         thread.start()
-    assert wait_until(lambda: len(rewards.pool._dispatcher.batches) == 4)
-    first.touch()
-    ended = wait_until(lambda: len(scores) == 3) and set(scores)
-    second.touch()
+    # The first three are with the workers. A further one only if the fast ones were not there yet when these ended.
+    # Never the last two: in the order of arrival both workers would now hold these.
+    for number, file in enumerate(files[:-2]):
+        file.touch()
+        if number >= 2 and wait_until(lambda: len(scores) == 3, seconds=10):
+            break
+    ended = set(scores)
+    for file in files:
+        file.touch()
     for thread in threads:
         thread.join()
     rewards.close()
     assert ended == {"fast0", "fast1", "fast2"}
-    assert scores == {"slow": ((1.0,) * 4,)} | {
+    assert scores == {"slow": ((1.0,) * 8,)} | {
         f"fast{n}": (tuple(float(f"{n}.{k}") for k in range(8)),) for n in range(3)
     }
 

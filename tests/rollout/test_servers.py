@@ -437,7 +437,7 @@ def test_a_server_that_ends_while_it_starts_is_named_with_its_last_words(folder,
 
 
 def test_a_process_is_ended_with_all_it_has_started(monkeypatch):
-    monkeypatch.setattr("atomrl.engines.http._GRACE_S", 120.0)  # which only one that is deaf takes
+    monkeypatch.setattr("atomrl.engines.http.GRACE_S", 120.0)  # which only one that is deaf takes
     code = "import subprocess as s, sys; p = s.Popen([sys.executable, '-c', 'import time; time.sleep(99)']);"
     code += "print(p.pid, flush=True); p.wait()"
     process = ServerProcess(lambda port: ([sys.executable, "-c", code], {}))
