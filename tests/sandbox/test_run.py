@@ -140,10 +140,10 @@ def children_of_this_process():
 def test_it_ends_with_the_process_that_started_it(sandbox):
     """Also where that one is killed."""
     source = (
-        "from atomrl.sandbox import box\nimport os, time\n"
-        "one = box.start({'main.py': 'import time; time.sleep(60)'}, box.Limits(), 'bubblewrap', -3)\n"
+        "from atomrl.sandbox import box\nimport os\n"
+        "one = box.start({'main.py': 'import time; print(1, flush=True); time.sleep(600)'}, box.Limits(), 'bubblewrap', -3)\n"
+        "one.process.stdout.readline()\n"
         "children = f'/proc/{one.process.pid}/task/{one.process.pid}/children'\n"
-        "while not open(children).read():\n    time.sleep(0.05)\n"
         "print(open(children).read(), flush=True)\nos.kill(os.getpid(), 9)"
     )
     with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True) as done:
