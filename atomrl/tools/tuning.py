@@ -14,6 +14,7 @@ import signal
 import statistics
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -188,7 +189,8 @@ class TrialOutcome:
 
     value: float | None
     """None if it failed or was pruned."""
-    pruned: bool = False
+    pruned: str = ""
+    """Why it was pruned; "" if it was not."""
 
 
 Judge = Callable[[int, float], bool]
@@ -210,7 +212,7 @@ def tune(config: RunConfig, space: Space, settings: Settings, log: Callable[[str
         from optuna.trial import TrialState
     settings.folder.mkdir(parents=True, exist_ok=True)
     _same_study(config, space, settings)
-    study = open_study(settings.folder)
+    study, ends = open_study(settings.folder), Counter[str]()
     for trial in _trials(study, config, settings):
         values = space.suggest(trial)
         text = ", ".join(f"{key}={_short(value)}" for key, value in values.items())
@@ -231,11 +233,14 @@ def tune(config: RunConfig, space: Space, settings: Settings, log: Callable[[str
         else:
             failed = outcome.value is None
             study.tell(trial, outcome.value, state=TrialState.FAIL if failed else None)
-        end = "pruned" if outcome.pruned else "failed" if outcome.value is None else f"{outcome.value:.4f}"
+        end = f"{outcome.value:.4f}" if outcome.value is not None else outcome.pruned or "failed"
+        if outcome.value is None:
+            ends[end] += 1
         log(f"trial {trial.number}: {end}  {text}")
     done = study.get_trials(states=[TrialState.COMPLETE])
     if not done:
-        raise ConfigError(f"no trial of {settings.folder} finished; see the logs of its runs")
+        counts = ", ".join(f"{count} {end}" for end, count in ends.most_common()) or "none was started"
+        raise ConfigError(f"no trial of {settings.folder} finished ({counts}); see the logs of its runs")
     done.sort(key=lambda trial: -(trial.value or 0.0))
     return _finals(config, space, settings, [(trial.number, trial) for trial in done[:BEST]], log)
 
@@ -314,9 +319,10 @@ def run_trial(
     """Start or resume a run. `judge` may prune it from half of the steps on. It also applies to a run that finished
     before it could be stopped: else later trials would depend on the machine's speed."""
     folder, judged = settings.folder / "runs" / name, set[int]()
-    pruned = not _finished(folder) and _process(steps, values, folder, settings, judge, judged)
-    if pruned or (judge is not None and should_prune(steps, folder, settings, judge, judged)):
-        return TrialOutcome(None, pruned=True)
+    pruned = "" if _finished(folder) else _process(steps, values, folder, settings, judge, judged)
+    pruned = pruned or (why_pruned(steps, folder, settings, judge, judged) if judge is not None else "")
+    if pruned:
+        return TrialOutcome(None, pruned=pruned)
     if not _finished(folder):
         return TrialOutcome(None)
     run = load_run(folder)
@@ -345,9 +351,9 @@ def _finished(folder: Path) -> bool:
 
 def _process(
     steps: int, values: Mapping[str, Any], folder: Path, settings: Settings, judge: Judge | None, judged: set[int]
-) -> bool:
-    """Run a trial in a child process that dies with this one. Returns whether it was stopped, by `judge` or an error of
-    the doctor.
+) -> str:
+    """Run a trial in a child process that dies with this one. Returns why it was stopped (`why_pruned`); "" if it was
+    not.
 
     Raises:
         ConfigError: another process is writing it.
@@ -363,13 +369,14 @@ def _process(
         process = subprocess.Popen(
             [*command, *resumed], stdout=output, stderr=output, preexec_fn=together, env=without_launcher()
         )
-        stopped = False
+        stopped = ""
         try:
             while process.poll() is None:
                 time.sleep(POLL_S)
-                if judge is not None and not stopped and should_prune(steps, folder, settings, judge, judged):
-                    stopped = True
-                    process.send_signal(signal.SIGTERM)
+                if judge is not None and not stopped:
+                    stopped = why_pruned(steps, folder, settings, judge, judged)
+                    if stopped:
+                        process.send_signal(signal.SIGTERM)
         except BaseException:
             process.terminate()
             process.wait()
@@ -391,8 +398,8 @@ def wait_until_free(folder: Path) -> None:
         time.sleep(POLL_S)
 
 
-def should_prune(last: int, folder: Path, settings: Settings, judge: Judge, judged: set[int]) -> bool:
-    """Return True if a running trial is to be ended: the doctor reports an error, or `judge` prunes it at a rung.
+def why_pruned(last: int, folder: Path, settings: Settings, judge: Judge, judged: set[int]) -> str:
+    """Return why a running trial is to be ended: the doctor reports an error, or `judge` prunes it at a rung; else "".
 
     Args:
         last: number of steps of the trial.
@@ -402,10 +409,10 @@ def should_prune(last: int, folder: Path, settings: Settings, judge: Judge, judg
         ConfigError: the run has no such metric.
     """
     if not (folder / "metrics.jsonl").exists():
-        return False
+        return ""
     run = load_run(folder)
-    if any(finding.severity == "error" for finding in run.findings):
-        return True
+    if errors := [finding.id for finding in run.findings if finding.severity == "error"]:
+        return f"pruned by the doctor ({errors[0]})"
     steps, values = _points(run, settings.metric)
     each_step = not settings.metric.removeprefix("-").startswith(EVALUATED)
     if not len(steps) and each_step and len(run.metrics.steps) >= ROWS_TO_SEE:
@@ -415,8 +422,8 @@ def should_prune(last: int, folder: Path, settings: Settings, judge: Judge, judg
         if rung not in judged and len(steps) and steps[-1] >= rung and len(before) and rung < last:
             judged.add(rung)
             if judge(place, float(before[-settings.window :].mean())):
-                return True
-    return False
+                return f"pruned at step {rung}"
+    return ""
 
 
 def _finals(

@@ -24,9 +24,9 @@ from atomrl.tools.tuning import (
     open_study,
     read_space,
     run_trial,
-    should_prune,
     tune,
     wait_until_free,
+    why_pruned,
     with_values,
 )
 from atomrl.tracking.reading.lines import is_locked
@@ -202,7 +202,7 @@ def test_bad_trials_end_at_half(place, monkeypatch):
     # A trial waits at half and at three quarters until it was asked about; a final is asked about nothing.
     waits = "while step in (4, 6) and folder.name.startswith('trial') and not (folder / f'asked_{step}').exists(): "
     given = settings(place, waits + "time.sleep(0.02)", runs=4, seeds=1)
-    ask = tuning.should_prune
+    ask = tuning.why_pruned
 
     def asked(last, folder, settings, judge, judged):
         ended = ask(last, folder, settings, judge, judged)
@@ -210,11 +210,21 @@ def test_bad_trials_end_at_half(place, monkeypatch):
             (folder / f"asked_{rung}").touch()
         return ended
 
-    monkeypatch.setattr(tuning, "should_prune", asked)
+    monkeypatch.setattr(tuning, "why_pruned", asked)
     tune(load_config(CONFIG), space(place), given, lambda line: None)
     pruned = [number for number, _, state in trials(place / "study") if state == "PRUNED"]
     lengths = [len((place / f"study/runs/trial_{n:03d}/metrics.jsonl").read_text().splitlines()) for n in pruned]
     assert pruned and set(lengths) <= {4, 6}
+
+
+def test_trials_in_which_the_doctor_finds_an_error_are_pruned_and_it_is_named(place):
+    pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
+    finding = {"id": "pays_for_length", "severity": "error", "step": 2, "what": "It pays for length.", "advice": ""}
+    found = f"(folder / 'findings.jsonl').write_text({json.dumps(finding)!r})"
+    said = []
+    with pytest.raises(ConfigError, match=r"finished \(2 pruned by the doctor \(pays_for_length\)\)"):
+        tune(load_config(CONFIG), space(place), settings(place, f"rate < 1 and {found}", runs=2), said.append)
+    assert all("pruned by the doctor (pays_for_length)" in line for line in said)
 
 
 def test_a_trial_that_ends_before_it_is_pruned_counts_as_pruned(place):
@@ -285,7 +295,7 @@ def test_each_place_is_asked_about_once(place):
         with (run / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": step, "critic/score/mean": float(step)}) + "\n")
         for _ in range(2):
-            assert not should_prune(8, run, settings(place), lambda *given: asked.append(given) or False, done)
+            assert not why_pruned(8, run, settings(place), lambda *given: asked.append(given) or False, done)
     assert asked == [(1, 3.5), (2, 5.5)]  # means over the last two steps
 
 
