@@ -227,7 +227,7 @@ def add_tune(parser: argparse.ArgumentParser) -> Run:
     add = parser.add_argument
     add("--space", type=Path, required=True, metavar="FILE", help="ranges or choices of keys")
     add("--runs", type=int, default=20, help="trials (20)")
-    add("--seeds", type=int, default=3, help="fresh seeds for the best three and the config as it is (3)")
+    add("--seeds", type=int, default=3, help="fresh seeds for the best three and the original config (3)")
     add("--budget", metavar="TIME", help="90m, 2h: start no trial that would leave no time for the fresh seeds")
     by_kind = "mean score, accuracy of pairs, or loss"
     add("--metric", metavar="M", help=f"key of metrics.jsonl to maximize; --metric=-M minimizes ({by_kind})")

@@ -100,7 +100,7 @@ def test_a_better_trial_is_found_and_reported(place):
     assert result["seeds"] == [1000, 1001, 1002]
     best = yaml.safe_load((place / "study/best.yaml").read_text())
     assert best["train"]["learning_rate"] == result["best"]["train.learning_rate"]
-    assert "is better than the config as it is" in said[-1]
+    assert "is better than the original config" in said[-1]
     assert {state for _, _, state in trials(place / "study")} <= {"COMPLETE", "FAIL", "PRUNED"}
 
 
@@ -120,7 +120,7 @@ def test_a_study_without_improvement_says_so(place):
     assert (
         not result["better"]
         and result["gain"] == 0
-        and "is not clearly better than the config as it is: +0.0000" in said[-1]
+        and "is not clearly better than the original config: +0.0000" in said[-1]
     )
 
 

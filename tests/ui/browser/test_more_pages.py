@@ -97,7 +97,7 @@ def test_a_study_is_shown(tab, client):
     page = tab(client).open("/", "table.runs")
     page.get_by_role("link", name="tune-it", exact=True).click()
     page.wait_for_selector(".scatter")
-    assert "trial_004 is better than the config as it is" in page.locator(".verdict .first").inner_text()
+    assert "trial_004 is better than the original config" in page.locator(".verdict .first").inner_text()
     assert page.locator("figure.chart").count() == 3  # history and two keys
     assert "8 trials" in page.locator(".verdict").inner_text() and "1 failed" in page.locator(".verdict").inner_text()
     assert page.locator(".bars tr").count() == 2 and "%" in page.locator(".bars").inner_text()
