@@ -453,7 +453,7 @@ def _finals(
         gain, half = statistics.fmean(gains), half_width(gains)
         result |= {"best": contenders[winner], "gain": gain, "interval": half, "better": gain > half}
         verdict = f"is {'' if gain > half else 'not clearly '}better than the original config"
-        result["note"] = f"{winner} {verdict}: {gain:+.4f}, within {half:.4f} (95%), over {len(seeds)} fresh seeds"
+        result["note"] = f"{winner} {verdict}: {gain:+.4f} ± {half:.4f} (95%), over {len(seeds)} fresh seeds"
         write_text(settings.folder / "best.yaml", dump_config(with_values(config, contenders[winner])))
     write_text(settings.folder / RESULT, json.dumps(result, indent=1) + "\n")
     log(str(result["note"]))

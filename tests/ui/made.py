@@ -147,7 +147,7 @@ def make_study(folder: Path, trials: int = 8) -> Path:
         else:
             study.tell(trial, value)
     finals = {"as_it_is": [0.7, 0.72], "trial_004": [0.8, 0.84]}
-    note = "trial_004 is better than the original config: +0.1100, within 0.0500 (95%), over 2 fresh seeds"
+    note = "trial_004 is better than the original config: +0.1100 ± 0.0500 (95%), over 2 fresh seeds"
     result = {"seeds": [1000, 1001], "finals": finals, "winner": "trial_004", "better": True, "note": note}
     (folder / "result.json").write_text(json.dumps(result))
     return folder
