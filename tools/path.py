@@ -28,6 +28,7 @@ PATH: Mapping[str, Sequence[str]] = {
         "algorithms/__init__.py::objective_of",
         "objectives/base.py::Objective.override",
         "objectives/base.py::changed",
+        "objectives/base.py::validated",
     ],
     "the run and its data": [
         "trainer/__init__.py::prepare_run",
@@ -86,7 +87,7 @@ PATH: Mapping[str, Sequence[str]] = {
         "trainer/loop.py::update_weights",
         "data/rows.py::to_training_batches",
         "objectives/policy.py::PolicyObjective.loss_weights",
-        "objectives/base.py::Choice.__call__",
+        "objectives/policy_loss.py::LossAggChoice.__call__",
         "atoms/policy_losses.py::token_mean",
     ],
     "the update": [
@@ -103,6 +104,7 @@ PATH: Mapping[str, Sequence[str]] = {
         "atoms/logprobs.py::row_logprobs",
         "atoms/logprobs.py::fused_token_logprobs",
         "objectives/policy.py::PolicyObjective.loss",
+        "objectives/base.py::Choice.__call__",
         "atoms/policy_losses.py::token_log_ratio",
         "objectives/policy_loss.py::PPOClip.__call__",
         "atoms/policy_losses.py::clipped_policy_loss",

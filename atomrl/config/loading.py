@@ -122,23 +122,30 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return cast(dict[Any, Any], super().construct_mapping(node, deep))
 
 
-def read_yaml(source: str | Path, text: str | None = None) -> dict[str, Any]:
+def read_yaml(path: str | Path) -> dict[str, Any]:
     """Read a YAML file into a dict.
-
-    Args:
-        source: the file.
-        text: of YAML to parse instead of reading a file; `source` is then only its name in messages.
 
     Raises:
         ConfigError: the file is missing, not valid YAML (with the line), not a mapping, or has a key twice.
     """
-    path = Path(source)
-    if text is None and not path.is_file():
+    path = Path(path)
+    if not path.is_file():
         raise ConfigError(f"config file {path} {'is not a file' if path.exists() else 'does not exist'}")
     try:
-        text = path.read_text(encoding="utf-8") if text is None else text
+        return parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+
+
+def parse_yaml(text: str, source: str) -> dict[str, Any]:
+    """Parse the text of a YAML file into a dict; as `read_yaml`.
+
+    Args:
+        source: name of the file, for messages.
+    """
+    try:
         tree: Any = _UniqueKeyLoader(text).get_single_data()
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except yaml.YAMLError as error:
         message = str(error).replace('in "<unicode string>"', f"in {source}")
         raise ConfigError(f"{source} is not valid YAML: {message}") from None
     if tree is None:

@@ -161,8 +161,12 @@ def read_source(
             kinds = "a data file (.jsonl, .json, .csv, .parquet), a data set of the hub (OWNER/NAME) nor a generator"
             raise DataError(f"{path!r} is neither {kinds}; {did_you_mean(path, GENERATORS)}")
         if not Path(path).exists():
-            hint = f" ({Path(path).parent} is a folder here; a data set of the Hugging Face hub needs its split, as in "
-            hint = f"{hint}{path}::train)" if find_hub_source(f"{path}::train") else ""
+            hint = ""
+            if find_hub_source(f"{path}::train"):
+                hint = (
+                    f" ({Path(path).parent} is a folder here; a data set of the Hugging Face hub needs its split, "
+                    f"as in {path}::train)"
+                )
             raise DataNotHere(f"data file {path} does not exist{hint}")
         # Places name the file alone, unless another file has the same name.
         opened.append(("" if names.count(name) == 1 else path.removesuffix(name), read_rows(path)))

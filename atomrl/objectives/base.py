@@ -41,6 +41,7 @@ from atomrl.protocols import NOTHING, ModelInput, Output, RowUnit, Update
 
 Atoms = tuple[Callable[..., Any], ...]
 """Functions of `atomrl.atoms`."""
+Model = TypeVar("Model", bound=BaseModel)
 Value = TypeVar("Value")
 _DTYPES = {"bool": "torch.bool", "float": "torch.float32", "number": "torch.float32"}
 FROZEN = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, protected_namespaces=())
@@ -119,9 +120,9 @@ class Choice(BaseModel):
                 "@atom, or `text` and `latex` (`text = ''` if it adds nothing to the objective)"
             )
 
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
+    def __call__(self, *inputs: Any) -> Any:
         """Compute the equation: call `atom` with the inputs of the axis, and the fields as keywords."""
-        return self.atom(*inputs, **named, **self.settings)
+        return self.atom(*inputs, **self.settings)
 
     def atoms(self) -> Atoms:
         """Return the functions of `atomrl.atoms` that it uses with its current fields."""
@@ -283,8 +284,7 @@ def changed(where: str, field: FieldInfo, current: Any, change: Any) -> Any:
         change: value of the key in the config.
 
     Raises:
-        ValueError: an unknown type or field, with the nearest valid name.
-        ValidationError: an invalid value.
+        ValueError: an unknown type or field, with the nearest valid name; or an invalid value.
     """
     kinds = choices_of(field.annotation)
     off = next((item.name for item in field.metadata if isinstance(item, Off)), None)
@@ -323,12 +323,29 @@ def changed(where: str, field: FieldInfo, current: Any, change: Any) -> Any:
         for key in fields:
             check_name(f"{where} of type {name}", key, list(kind.model_fields))
         base = dict(current) if current is not None and (isinstance(current, kind) or kind.keeps_fields) else {}
-        choice = kind.model_validate(base | fields)
+        choice = validated(kind, where, base | fields)
         if isinstance(choice, Custom) and may_import():
             with reraise_as(ValueError, f"{where}.function", ValueError):
                 choice.check_arguments()
         choices.append(choice)
     return tuple(choices) if several else choices[0]
+
+
+def validated(kind: type[Model], where: str, values: Mapping[str, Any]) -> Model:
+    """Validate values with a pydantic model.
+
+    Raises:
+        ValueError: an invalid value, in one line: key, reason, value.
+    """
+    try:
+        return kind.model_validate(dict(values))
+    except ValidationError as error:
+        first = error.errors()[0]
+    key = ".".join([where, *(str(part) for part in first["loc"])])
+    if first["type"] == "literal_error":
+        check_name(key, first["input"], re.findall(r"'([^']*)'", first["ctx"]["expected"]))
+    message = first["msg"].removeprefix("Value error, ").replace("Input should", "should")
+    raise ValueError(f"{key}: {message}, got {first['input']!r}" if first["loc"] else f"{where}: {message}")
 
 
 def check_name(where: str, name: object, valid: Sequence[str]) -> None:
@@ -409,23 +426,12 @@ class Objective(BaseModel):
         # Pass on only fields that were set, so `model_fields_set` still tells them from defaults.
         values = {key: getattr(self, name) for key, (name, _) in fields.items() if name in self.model_fields_set}
         valid = [key for key, (name, field) in fields.items() if name != "name" and not field.exclude]
-        place = "algorithm"
-        try:
-            for key, change in changes.items():
-                check_name("algorithm", key, valid)
-                (name, field), place = fields[key], f"algorithm.{key}"
-                is_axis = bool(choices_of(field.annotation))
-                values[key] = changed(place, field, getattr(self, name), change) if is_axis else change
-            place = "algorithm"
-            return type(self).model_validate(values)
-        except ValidationError as error:
-            first = error.errors()[0]
-        # An invalid value, in one line: key, reason, value.
-        key = ".".join([place, *(str(part) for part in first["loc"])])
-        if first["type"] == "literal_error":
-            check_name(key, first["input"], re.findall(r"'([^']*)'", first["ctx"]["expected"]))
-        message = first["msg"].removeprefix("Value error, ").replace("Input should", "should")
-        raise ValueError(f"{key}: {message}, got {first['input']!r}" if first["loc"] else f"{place}: {message}")
+        for key, change in changes.items():
+            check_name("algorithm", key, valid)
+            name, field = fields[key]
+            is_axis = bool(choices_of(field.annotation))
+            values[key] = changed(f"algorithm.{key}", field, getattr(self, name), change) if is_axis else change
+        return validated(type(self), "algorithm", values)
 
     def resolved(self, *, max_completion_tokens: int | None = None, report_entropy: bool = False) -> Self:
         """Return the objective of a run, with lengths that were not set taken from `max_completion_tokens`."""

@@ -138,8 +138,7 @@ class PolicyObjective(Objective):
         return self.advantage.extra_rollouts
 
     def loss_weights(self, mask: Tensor, group_ids: Tensor) -> Tensor:
-        weights: Tensor = self.loss_agg(mask, group_ids) if self.row_unit == "group" else self.loss_agg(mask)
-        return weights
+        return self.loss_agg(mask, group_ids)
 
     @torch.no_grad()
     def advantages(self, rows: RowBatch, state: Mapping[str, float] = NOTHING) -> AdvantageBatch:

@@ -91,10 +91,13 @@ Ratio = TokenRatio | SequenceRatio | SequenceTokenRatio
 
 
 class LossAggChoice(Choice):
-    """Base class of aggregations: one atom of the mask, and of the group ids if groups stay together."""
+    """Base class of aggregations: one atom of the mask."""
 
     row_unit: ClassVar[RowUnit] = "row"
     """Rows that a split into updates or micro-batches keeps together."""
+
+    def __call__(self, mask: Tensor, group_ids: Tensor) -> Tensor:
+        return self.atom(mask, **self.settings)
 
 
 def one_loss_per_row(setting: Setting) -> bool:
@@ -135,6 +138,9 @@ class PromptMean(LossAggChoice, type="prompt_mean"):
 
     row_unit = "group"
     atom = staticmethod(policy_losses.group_token_mean)
+
+    def __call__(self, mask: Tensor, group_ids: Tensor) -> Tensor:
+        return self.atom(mask, group_ids)
 
 
 LossAgg = TokenMean | SequenceMean | ConstantLength | PromptMean

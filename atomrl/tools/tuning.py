@@ -239,7 +239,7 @@ def tune(config: RunConfig, space: Space, settings: Settings, log: Callable[[str
         log(f"trial {trial.number}: {end}  {text}")
     done = study.get_trials(states=[TrialState.COMPLETE])
     if not done:
-        counts = ", ".join(f"{count} {end}" for end, count in ends.most_common()) or "none was started"
+        counts = ", ".join(f"{count} {end}" for end, count in ends.most_common()) or "no new one was started"
         raise ConfigError(f"no trial of {settings.folder} finished ({counts}); see the logs of its runs")
     done.sort(key=lambda trial: -(trial.value or 0.0))
     return _finals(config, space, settings, [(trial.number, trial) for trial in done[:BEST]], log)
@@ -320,8 +320,7 @@ def run_trial(
     before it could be stopped: else later trials would depend on the machine's speed."""
     folder, judged = settings.folder / "runs" / name, set[int]()
     pruned = "" if _finished(folder) else _process(steps, values, folder, settings, judge, judged)
-    pruned = pruned or (why_pruned(steps, folder, settings, judge, judged) if judge is not None else "")
-    if pruned:
+    if pruned := pruned or why_pruned(steps, folder, settings, judge, judged):
         return TrialOutcome(None, pruned=pruned)
     if not _finished(folder):
         return TrialOutcome(None)
@@ -373,10 +372,8 @@ def _process(
         try:
             while process.poll() is None:
                 time.sleep(POLL_S)
-                if judge is not None and not stopped:
-                    stopped = why_pruned(steps, folder, settings, judge, judged)
-                    if stopped:
-                        process.send_signal(signal.SIGTERM)
+                if not stopped and (stopped := why_pruned(steps, folder, settings, judge, judged)):
+                    process.send_signal(signal.SIGTERM)
         except BaseException:
             process.terminate()
             process.wait()
@@ -398,17 +395,18 @@ def wait_until_free(folder: Path) -> None:
         time.sleep(POLL_S)
 
 
-def why_pruned(last: int, folder: Path, settings: Settings, judge: Judge, judged: set[int]) -> str:
+def why_pruned(last: int, folder: Path, settings: Settings, judge: Judge | None, judged: set[int]) -> str:
     """Return why a running trial is to be ended: the doctor reports an error, or `judge` prunes it at a rung; else "".
 
     Args:
         last: number of steps of the trial.
+        judge: None for a run that is never pruned.
         judged: rungs at which `judge` was asked already; extended here.
 
     Raises:
         ConfigError: the run has no such metric.
     """
-    if not (folder / "metrics.jsonl").exists():
+    if judge is None or not (folder / "metrics.jsonl").exists():
         return ""
     run = load_run(folder)
     if errors := [finding.id for finding in run.findings if finding.severity == "error"]:
