@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from atomrl.common.chat_template import closing_tag, thought_opening, token_ids, tokenize_continuation
 from atomrl.common.errors import reraise_as
+from atomrl.data.columns import check_used, with_system
 from atomrl.data.conversations import (
     ConversationWriter,
     Piece,
@@ -25,7 +26,6 @@ from atomrl.data.conversations import (
     joined,
     within_turns,
 )
-from atomrl.data.columns import check_used, with_system
 from atomrl.data.files import DataError, error_list
 from atomrl.data.problems import (
     COMPLETIONS,
@@ -85,14 +85,28 @@ ALLOWED_AROUND_ENVIRONMENT = ("assistant", ENVIRONMENT), (ENVIRONMENT, "assistan
 
 def demonstration_reader(prompt_field: str, completion_field: str) -> Convert:
     """Return a converter of rows to demonstrations (`demonstrated`)."""
-    used = prompt_field, completion_field
-    return lambda place, row: _sample(place, row, used, *demonstrated(row, prompt_field, completion_field))
+
+    def read(place: str, row: Mapping[str, Any]) -> Problem:
+        source = None if row.get(completion_field) is not None else _conversation_column(row)
+        used = [prompt_field, completion_field, *([] if source is None else [source])]
+        return _sample(place, row, used, *demonstrated(row, prompt_field, completion_field))
+
+    return read
 
 
 def preference_reader(prompt_field: str, fields: PreferenceConfig) -> Convert:
     """Return a converter of rows to preferences (`preference`)."""
     used = prompt_field, fields.chosen_field, fields.rejected_field, fields.completion_field, fields.label_field
-    return lambda place, row: _sample(place, row, used, *preference(row, prompt_field, fields))
+
+    def read(place: str, row: Mapping[str, Any]) -> Problem:
+        source = () if row.get(prompt_field) is not None else ("conversations",)
+        return _sample(place, row, [*used, *source], *preference(row, prompt_field, fields))
+
+    return read
+
+
+def _conversation_column(row: Mapping[str, Any]) -> str | None:
+    return next((name for name in ("conversations", "messages") if row.get(name) is not None), None)
 
 
 def _sample(
@@ -130,7 +144,7 @@ def demonstrated(
         if prompt_field not in names:
             raise missing(prompt_field, row, "data.prompt_field")
         prompt, turns = check_prompt(row[prompt_field]), _answer(completion_field, row[completion_field], several=True)
-    elif name := next((name for name in ("conversations", "messages") if name in names), None):
+    elif name := _conversation_column(row):
         prompt, turns = _conversation(name, row[name])
     elif {"instruction", "output"} <= names:
         prompt, turns = _alpaca(row, "output")
@@ -683,9 +697,7 @@ class TokenizedSamples:
         # Plain text continues the rendered prompt. Anything else (turns, calls, thoughts) is the template's to write.
         if plain and (isinstance(turns, str) or len(parts[0]) > 1 or continues or bare):
             if not all(map(is_trained, parts[0])):
-                raise DataError(
-                    f"{place}: weight: 0 needs a conversation that the chat template renders; remove the key"
-                )
+                raise DataError(f"{place}: weight: 0 needs messages that the chat template renders; remove the key")
             texts = [Piece(message["content"], message["role"] == "assistant") for message in parts[0]]
             texts[-1] = Piece(writer.without_end(texts[-1].text, "a completion", place), True)
             opening = thought_opening(str(processor.tokenizer.decode([*prompt[-OPENING_TOKENS:]])))

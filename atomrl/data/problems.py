@@ -12,6 +12,7 @@ import logging
 import math
 import random
 import re
+import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from atomrl.common.chat_template import NO_TEMPLATE, check_kwargs, render, thought_opening, turn_marks
+from atomrl.common.chat_template import FOREIGN_MARK, NO_TEMPLATE, check_kwargs, render, thought_opening, turn_marks
 from atomrl.common.errors import did_you_mean, reraise_as
 from atomrl.data.columns import check_used, message_weight, with_system
 from atomrl.data.files import DataError, DataNotHere, RawRow, error_list, find_hub_source, hub_rows, read_rows
@@ -43,6 +44,10 @@ ENVIRONMENT = "environment"
 RESERVED = ("prompts", "completions", "ground_truth")
 
 
+AT_ONCE = 2048
+"""Prompts that are tokenized in one call: the tokenizer needs over 100 bytes a token while it works."""
+PROGRESS_S = 10.0
+"""Seconds between two lines of progress."""
 PromptContent = str | tuple[Message, ...]
 """Plain text, or chat messages."""
 Scored = tuple[tuple[PromptContent, float], ...]
@@ -462,6 +467,7 @@ class DataProcessor:
         self._cache: dict[int, tuple[Problem, Sequence[int], str]] = {}
         self._warned = False
         self._marks = turn_marks(tokenizer, self.template_kwargs)
+        self._own_marks = set(self._marks.special if self.has_template else tokenizer.get_vocab())
 
     def to_prompts(self, items: Sequence[tuple[str, Problem]]) -> list[Prompt]:
         """Encode (prompt id, problem) pairs, in order.
@@ -524,7 +530,16 @@ class DataProcessor:
         # Keyed by identity, since ids are unique within one data set only; the entry keeps the problem alive.
         cache = self._cache if cached else {}
         new = list({id(problem): problem for problem in problems if id(problem) not in cache}.values())
+        told = time.monotonic()
+        for start in range(0, len(new), AT_ONCE):
+            self._encode_new(new[start : start + AT_ONCE], cache)
+            if time.monotonic() - told > PROGRESS_S:
+                told = time.monotonic()
+                log.info("tokenized %d of %d prompts", min(start + AT_ONCE, len(new)), len(new))
+        return [cache[id(problem)][1:] for problem in problems]
 
+    def _encode_new(self, new: Sequence[Problem], cache: dict[int, tuple[Problem, Sequence[int], str]]) -> None:
+        """Encode some problems in one call of the tokenizer, and add them to a cache."""
         # The text of each prompt: as it is, after the system prompt, or rendered by the chat template.
         bare = [self.is_bare(problem) for problem in new]
         front = "" if self.system_prompt is None else f"{self.system_prompt}\n\n"
@@ -549,8 +564,7 @@ class DataProcessor:
                     "continue: if it is the answer, remove it from the prompt"
                 )
             opening = self._turn_opening(problem.prompt, text)
-            cache[id(problem)] = (problem, array("q", ids) if cached else ids, opening)  # an array takes less memory
-        return [cache[id(problem)][1:] for problem in problems]
+            cache[id(problem)] = (problem, array("i", ids), opening)  # 4 bytes per token, where a list has 8 and more
 
     def is_bare(self, problem: Problem) -> bool:
         """Return True if a prompt is used without rendering it. Warns once if one contains tokens of the template.
@@ -559,6 +573,13 @@ class DataProcessor:
             DataError: the prompt contains the chat template, and the config has settings that only a template applies.
         """
         prompt, name = problem.prompt, f"data.prompt_field={self.config.prompt_field}"
+        if isinstance(prompt, str):
+            marks = (found[0] for found in FOREIGN_MARK.finditer(prompt))
+            if mark := next((mark for mark in marks if mark not in self._own_marks), None):
+                self._warn(
+                    f"{problem.problem_id}: the prompt contains {mark}, from the chat template of another model, which "
+                    f"this one reads as words: give only the question in {name}"
+                )
         if not self.has_template:
             if self.tools_of(problem) and not self.tools:
                 raise DataError(f"{problem.problem_id}: field {TOOLS!r}: {self.why_none()}; remove the column")
