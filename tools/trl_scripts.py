@@ -75,7 +75,8 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("numina", MATH | CHAT),
     ("openr1-math|dapo-math|openmath|bigmath|math", MATH | CHAT | {
         "prompt": "What is 2+3?", "expected_answer": "5", "generated_solution": "<think>2+3</think>5",
-        "problem_type": "x", "problem_source": "x", "generation_model": "x", "pass_rate_72b_tir": "0.5", "inference_mode": "cot"}),
+        "problem_type": "x", "problem_source": "x", "generation_model": "x", "pass_rate_72b_tir": "0.5",
+        "inference_mode": "cot"}),
     ("countdown", {"target": 5, "nums": [2, 3]}),
     ("codeforces-cots", CHAT | {"prompt": "Add one.", "generation": CODE, "id": "1"}),
     ("codeforces", {"prompt": "Add one.", "description": "Add one.", "language": "python", "official_tests": CASES,
@@ -101,7 +102,8 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("biogrid", {"Official_Symbol_Interactor_A": "A", "Official_Symbol_Interactor_B": "B"}),
     ("mathvista|multimodal|rlaif-v|llava|mmiu|geometry3k|image", {
         "image": None, "images": [b"\x89PNG"], "decoded_image": None, "problem": "<image>2?", "question": "2?",
-        "answer": "5", "solution": "5", "prompt": "2?", "answer_type": "float", "question_type": "free_form", "query": "2?",
+        "answer": "5", "solution": "5", "prompt": "2?", "answer_type": "float", "question_type": "free_form",
+        "query": "2?",
         "messages": CHAT["messages"], **PAIR}),
     ("rstar", {"question": "Add one.", "response": CODE, "seed_question": "x", "starter_code": ""}),
 ]  # fmt: skip
