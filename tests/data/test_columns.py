@@ -79,7 +79,7 @@ def test_the_history_of_a_preference_is_part_of_its_prompt(tmp_path):
         ("pair", {**PAIR, "weight": 0.5}, "column 'weight' is 0.5"),
         ("sft", {"messages": [TALK[0], {**TALK[1], "weight": 0.5}]}, "message 2: 'weight' must be 0"),
         ("sft", {"messages": [{**TALK[0], "train": True}, TALK[1]]}, "message 1: 'train' is True"),
-        ("pair", {**PAIR, "prompt": TALK[:1], "chosen": [{**TALK[1], "loss": False}], "rejected": [TALK[1]]}, "weight 0"),
+        ("pair", {**PAIR, "chosen": [{**TALK[1], "loss": False}], "rejected": [TALK[1]]}, "weight 0"),
         ("rl", {**RL, "images": ["a.png"]}, "column 'images'"),
         ("sft", {**TEXT, "image": {"bytes": "abc", "path": None}}, "column 'image'"),
         ("pair", {**PAIR, "prompt": "What is it? <image>"}, "<image>"),
