@@ -63,9 +63,8 @@ def _check_complete(path: Path) -> None:
     """Raise OSError if a safetensors file is shorter than its header says."""
     from safetensors import SafetensorError, safe_open
 
-    with reraise_as(OSError, f"{path} was not written in full", SafetensorError):
-        with safe_open(path, "numpy"):  # compares the header with the size
-            pass
+    with reraise_as(OSError, f"{path} was not written in full", SafetensorError), safe_open(path, "numpy"):
+        pass  # opening it compares the header with the size
 
 
 def keep_checkpoints(root: Path, newest: int, also: Collection[int | None] = ()) -> None:

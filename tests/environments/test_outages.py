@@ -79,7 +79,8 @@ def slow_error(handler, body):
 
 
 @pytest.mark.parametrize("deed", [
-    slow_headers, slow_error, drop, half, drip, slow(5, documents), send(b"", 500), send(b"<html>Bad gateway", 502), send(b"", 503),
+    slow_headers, slow_error,
+    drop, half, drip, slow(5, documents), send(b"", 500), send(b"<html>Bad gateway", 502), send(b"", 503),
     send(b"", 504), send(b"", 429, Retry_After="1"),
     send(b"<html>Down for maintenance"), send(b"\xff\x00garbage"), send(b""),
 ])  # fmt: skip

@@ -540,7 +540,7 @@ def test_an_mcp_server_that_is_silent_has_ended_when_the_check_of_a_config_has(t
     pytest.importorskip("mcp", reason="needs the extra mcp")
     name = f"silent-{tmp_path}"
     tool = ToolConfig(mcp=[sys.executable, "-c", SILENT, name], timeout_s=0.5).model_dump(mode="json")
-    with pytest.raises(TimeoutError, match="the MCP server .*no answer within 0.5 s"):
+    with pytest.raises(TimeoutError, match=r"the MCP server .*no answer within 0\.5 s"):
         find_schemas([tool])
     assert not running_with(name)
 

@@ -159,17 +159,20 @@ def test_a_write_error_of_any_rank_ends_the_save(tmp_path, monkeypatch, kind):
         monkeypatch.setattr("atomrl.backends.checkpoints.save", fail)
         if kind == "another rank":
             monkeypatch.setattr(ranks, "union", lambda names: [*names, "rank 1: OSError: no space"])
-        with pytest.raises(OSError, match="rank [01]: "), writing_checkpoint(tmp_path / "checkpoints", 1) as folder:
+        with (
+            pytest.raises(OSError, match=r"rank [01]: |the disk is full"),
+            writing_checkpoint(tmp_path / "checkpoints", 1) as folder,
+        ):
             backend.save(folder)
             backend.saved()
     assert not step_folders(tmp_path / "checkpoints")
 
 
 def test_a_truncated_file_is_no_checkpoint(tmp_path):
-    with pytest.raises(OSError, match="part.safetensors was not written in full"):
+    with pytest.raises(OSError, match=r"part\.safetensors was not written in full"):
         with writing_checkpoint(tmp_path, 1) as folder:
             save_file({"a": torch.zeros(9)}, folder / "part.safetensors")
-            os.truncate(folder / "part.safetensors", 100)
+            os.truncate(folder / "part.safetensors", 80)
     assert not step_folders(tmp_path)
 
 
