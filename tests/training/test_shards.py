@@ -169,10 +169,10 @@ def test_a_write_error_of_any_rank_ends_the_save(tmp_path, monkeypatch, kind):
 
 
 def test_a_truncated_file_is_no_checkpoint(tmp_path):
-    with pytest.raises(OSError, match=r"part\.safetensors was not written in full"):
-        with writing_checkpoint(tmp_path, 1) as folder:
-            save_file({"a": torch.zeros(9)}, folder / "part.safetensors")
-            os.truncate(folder / "part.safetensors", 80)
+    said = pytest.raises(OSError, match=r"part\.safetensors was not written in full")
+    with said, writing_checkpoint(tmp_path, 1) as folder:
+        save_file({"a": torch.zeros(9)}, folder / "part.safetensors")
+        os.truncate(folder / "part.safetensors", 80)
     assert not step_folders(tmp_path)
 
 
