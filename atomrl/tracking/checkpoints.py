@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from atomrl.common.errors import reraise_as
 from atomrl.common.files import flush_to_disk, new_folder, sha256
 from atomrl.config import ConfigError, RunConfig, load_config
 from atomrl.tracking.reading.lines import flat_tree
@@ -36,7 +37,7 @@ def writing_checkpoint(root: Path, step: int) -> Iterator[Path]:
     error; older checkpoints are not touched.
 
     Raises:
-        OSError: the disk is full; the message names the folder and what to do.
+        OSError: the disk is full; the message names the folder and what to do. Or a file was not written in full.
 
     Example:
         >>> import tempfile
@@ -49,11 +50,21 @@ def writing_checkpoint(root: Path, step: int) -> Iterator[Path]:
     with disk_full_named(root, f"the checkpoint of step {step} was not written; earlier checkpoints are intact"):
         with new_folder(root / step_folder(step)) as folder:
             yield folder
+            for path in sorted(folder.rglob("*.safetensors")):
+                _check_complete(path)
             manifest = manifest_text(_digests(folder))
             (folder / MANIFEST).write_text(manifest, encoding="utf-8")
             for path in [*sorted(folder.rglob("*")), folder]:  # files, and folders for the names in them
                 flush_to_disk(path)
         flush_to_disk(root)
+
+
+def _check_complete(path: Path) -> None:
+    """Raise OSError if a safetensors file is shorter than its header says."""
+    from safetensors import SafetensorError, safe_open
+
+    with reraise_as(OSError, f"{path} was not written in full", SafetensorError), safe_open(path, "numpy"):
+        pass  # opening it compares the header with the size
 
 
 def keep_checkpoints(root: Path, newest: int, also: Collection[int | None] = ()) -> None:
