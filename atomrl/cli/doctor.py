@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import subprocess
 import sys
@@ -79,7 +80,7 @@ def diagnose_run(folder: Path) -> int:
                 f"{folder}/metrics.jsonl, row {number}, is not a row of a run: it needs a step and numbers, not "
                 f"{str(row)[:80]}"
             )
-    findings = diagnose(rows)
+    findings = diagnose({name: finite(value) for name, value in row.items()} for row in rows)
     run = LoadedRun(folder)
     print(*outcome(run), sep="\n")
     for finding in findings:
@@ -87,6 +88,13 @@ def diagnose_run(folder: Path) -> int:
     if not findings and not failure:
         print("the doctor found no problems")
     return PROBLEMS if findings or failure else 0
+
+
+def finite(value: float | None) -> float | None:
+    """Return a number, or None if it is infinite, NaN or too large."""
+    from atomrl.tracking.reading.metrics import as_float
+
+    return value if value is not None and math.isfinite(as_float(value)) else None
 
 
 def is_row(row: Any) -> bool:

@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -263,13 +263,13 @@ def read_progress(stored: Mapping[str, Any], folder: Path | None) -> Progress:
     Raises:
         ConfigError: it has a field that this version does not know.
     """
-    unknown = sorted(stored.keys() - {field.name for field in fields(Progress)})
-    if unknown:
+    try:
+        return Progress(**stored)
+    except TypeError as error:
         raise ConfigError(
-            f"{folder}/{STATE} has {', '.join(unknown)}, which this version of AtomRL does not know: another version "
-            "wrote the checkpoint. Update AtomRL to continue the run"
-        )
-    return Progress(**stored)
+            f"{folder}/{STATE} is of another version of AtomRL, which this one does not know ({error}). Update AtomRL "
+            "to continue the run"
+        ) from None
 
 
 def ranks_line(config: RunConfig) -> str:

@@ -86,7 +86,9 @@ def test_every_seventh_byte_of_the_manifest_counts(trained, tmp_path):
 
 
 def all_files(folder):
-    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock"}
+    return {
+        str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock"
+    }
 
 
 def no_manifests(run):

@@ -241,6 +241,7 @@ def test_a_hacked_trial_sets_no_bar_and_has_no_value(place):
     study.tell(hacked, state=TrialState.FAIL)
     honest.report(0.4, 1)
     assert not is_worse_half(study, honest.number, 1)
+    (given.folder / "study.yaml").write_text("metric: critic/score/mean\n")
     assert [row.value for row in load_study(given.folder).trials] == [None, 0.4]
 
 

@@ -458,7 +458,9 @@ def table(runs: Sequence[Run]) -> list[str]:
             )
     lines = _aligned([head, *rows])
     if unfinished:
-        each = (f"{names[at]} ({states[at].status}, step {states[at].step}/{states[at].steps or '?'})" for at in unfinished)
+        each = (
+            f"{names[at]} ({states[at].status}, step {states[at].step}/{states[at].steps or '?'})" for at in unfinished
+        )
         lines += ["", f"not finished, so left out of seeds and differences: {', '.join(each)}"]
     if gaps := _difference_lines(figures, groups, titles):
         lines += ["", *gaps]

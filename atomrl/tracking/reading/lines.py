@@ -195,7 +195,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             rows.append(json.loads(line))
-        except ValueError:
+        except (ValueError, RecursionError):
             if number < len(lines):
                 raise ReadError(f"{path}:{number} is not valid JSON; repair or remove the line") from None
     return rows
