@@ -64,7 +64,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 def diagnose_run(folder: Path) -> int:
     """Print the outcome of a run, the error that ended it, if any, and all findings, from its folder."""
-    from atomrl.tracking.doctor import diagnose
+    from atomrl.tracking.doctor import MOST_CHECKS, diagnose
     from atomrl.tracking.doctor.hacks import quote
     from atomrl.tracking.reading.lines import ReadError, metrics_of, read_mapping, read_metrics
     from atomrl.tracking.reading.run import FAILURE, completions_of, outcome
@@ -82,6 +82,8 @@ def diagnose_run(folder: Path) -> int:
             )
     findings = diagnose({name: finite(value) for name, value in row.items()} for row in rows)
     run = LoadedRun(folder)
+    if len(rows) > MOST_CHECKS:  # not every step was checked here; the run itself did
+        findings += [finding for finding in run.findings if finding.id not in {one.id for one in findings}]
     print(*outcome(run), sep="\n")
     for finding in findings:
         print(replace(finding, quote=quote(finding.id, completions_of(run, finding.step))))

@@ -66,10 +66,10 @@ def combine(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     Returns:
         `runs`: the cards; `groups`: indices of the runs that differ in seed only, with `group_names`; `apart`: the
-        differences between groups; `left_out`: indices of runs that did not finish, so that they are no seeds; `columns`: final figures per run and group; `config`: keys that differ, `partial`:
-        keys that only some configs have; `curves` per metric and run, `bands` (mean and range) per metric and group,
-        null without data; `clocks` per run; `alike`: groups of metrics that are equal in all runs; `constant`: metrics
-        that never change.
+        differences between groups; `left_out`: indices of runs that did not finish, so that they are no seeds;
+        `columns`: final figures per run and group; `config`: keys that differ, `partial`: keys that only some configs
+        have; `curves` per metric and run, `bands` (mean and range) per metric and group, null without data; `clocks`
+        per run; `alike`: groups of metrics that are equal in all runs; `constant`: metrics that never change.
     """
     groups: dict[str, list[int]] = {}
     for place, one in enumerate(parts):
