@@ -19,6 +19,7 @@ from atomrl.config import ConfigError, LoraConfig, Quantization
 from atomrl.models import lora as adapters
 from atomrl.models.gpt import GPT, fitting_weights, unsupported
 from atomrl.models.quantized import quantize
+from atomrl.models.shapes import auto_class, check_fields, check_sizes, text_config
 from atomrl.models.transformers_model import HFModel, check_causal, published_weights, rounded_to, switch_dropout_off
 
 log = logging.getLogger(__name__)
@@ -75,16 +76,29 @@ def adapted_path(path: str | Path) -> str | None:
     settings = Path(path) / "adapter_config.json"
     if not settings.is_file() or (Path(path) / "config.json").is_file():
         return None
-    base = json.loads(settings.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    with reraise_as(ConfigError, f"{settings} is not readable as a JSON object", OSError, ValueError, AttributeError):
+        base = json.loads(settings.read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not base:
         raise ConfigError(f"{settings} has no base_model_name_or_path: write the path of the base model there")
     return str(base)
 
 
 def base_path(path: str | Path) -> str:
-    """Return the full model beneath the adapters in a folder; `path` itself if it is one."""
-    beneath = adapted_path(path)
-    return str(path) if beneath is None else base_path(beneath)
+    """Return the full model beneath the adapters in a folder; `path` itself if it is one.
+
+    Raises:
+        ConfigError: the adapters name themselves as their base, directly or through others.
+    """
+    passed: list[Path] = []
+    while (beneath := adapted_path(path)) is not None:
+        if (folder := Path(path).resolve()) in passed:
+            raise ConfigError(
+                f"the adapters in {folder} are their own base: write the path of a full model into "
+                f"base_model_name_or_path of {folder / 'adapter_config.json'}"
+            )
+        passed.append(folder)
+        path = beneath
+    return str(path)
 
 
 class ModelNotHere(ConfigError):
@@ -149,8 +163,13 @@ def model_config_only(path: str | Path, trust_remote_code: bool = False) -> Any:
     from transformers import AutoConfig
 
     folder = resolve_folder(base_path(path), weights=False)
-    with reraise_as(ConfigError, f"config of model {path}", ValueError, OSError, KeyError):
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if (folder / "config.json").is_file():
+        check_fields(folder)
+    # transformers' validators raise errors of their own kind, and a package that is missing an ImportError.
+    with reraise_as(ConfigError, f"config of model {path}", Exception):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    check_sizes(config, path)
+    return config
 
 
 def load_policy(
@@ -235,14 +254,15 @@ def load_transformers(
     Raises:
         ConfigError: the model does not exist or is of another kind, or its files are damaged or do not fit its config.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
+    base_path(path)  # raises if adapters are their own base
     if (beneath := adapted_path(path)) is not None:
         # Merged in float32 and rounded once, as a policy with float32 weights is: policy and reference are then equal.
         wide = load_transformers(beneath, torch.float32, trust_remote_code, scalar)
         return rounded_to(adapters.merge_adapters(wide, path)[0], dtype)
     shape: Any = model_config_only(path, trust_remote_code)
-    auto: Any = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    auto: Any = AutoModelForSequenceClassification if scalar else auto_class(shape)
     if scalar:
         shape.num_labels = 1
     else:
@@ -351,7 +371,8 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False, model: str
 
 def _fit_tokenizer(tokenizer: Any, config: Any, path: str, model: str) -> None:
     """Take a missing end-of-sequence token from the model's config; check that every token has an embedding."""
-    size, end = getattr(config, "vocab_size", None), getattr(config, "eos_token_id", None)
+    text = text_config(config)
+    size, end = getattr(text, "vocab_size", None), getattr(text, "eos_token_id", None)
     if tokenizer.eos_token_id is None and isinstance(end, int):
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
     named = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}

@@ -34,6 +34,7 @@ from atomrl.models.lora import refuse_adapted, target_names
 from atomrl.models.memory import empty_model
 from atomrl.models.quantized import linears
 from atomrl.models.reward_model import is_classifier
+from atomrl.models.shapes import text_config
 from atomrl.models.transformers_model import check_causal
 from atomrl.objectives import PolicyObjective
 from atomrl.objectives.base import Custom
@@ -138,18 +139,18 @@ def check_companions(config: RunConfig, algorithm: Algorithm, path: str, tokeniz
         ours, trusted = tokenizer.get_vocab(), config.model.trust_remote_code
         with reraise_as(ConfigError, key, ConfigError):
             shape, folder = model_config_only(start, trusted), resolve_folder(start, weights=False)
-            size = model_config_only(path, trusted).vocab_size
+            size, own = (text_config(each).vocab_size for each in (model_config_only(path, trusted), shape))
             has_tokenizer = key == "teacher.path" or any(folder.glob("tokenizer*"))  # optional for a critic
             theirs = load_tokenizer(start, trusted).get_vocab() if has_tokenizer else ours
         if key == "critic.path":
             check_critic(start, shape)
-        if shape.vocab_size != size or theirs != ours:
+        if own != size or theirs != ours:
             differ = [word for word in ours.keys() | theirs.keys() if ours.get(word) != theirs.get(word)]
             token = min(differ, default=None)
             raise ConfigError(
                 f"{key}: {start} must have the vocabulary of the policy {path}, whose tokens it reads: "
                 + (
-                    f"{shape.vocab_size} embeddings instead of {size}"
+                    f"{own} embeddings instead of {size}"
                     if token is None
                     else f"{token!r} is token {theirs.get(token)} instead of {ours.get(token)}"
                 )
