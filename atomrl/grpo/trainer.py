@@ -325,9 +325,12 @@ class Trainer:
         Args:
             output_dir: None: the run's folder.
         """
+        from atomrl.models.older_readers import make_readable
+
         folder = self.run_dir if output_dir is None else output_dir
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+        make_readable(folder)
 
     def _check_folder(self, resume: Any) -> bool:
         """Return whether to resume. Checks the folder before any objects are written into it."""

@@ -18,6 +18,7 @@ from atomrl.common.errors import nearest, reraise_as
 from atomrl.config import ConfigError, LoraConfig, Quantization
 from atomrl.models import lora as adapters
 from atomrl.models.gpt import GPT, fitting_weights, unsupported
+from atomrl.models.older_readers import make_readable
 from atomrl.models.quantized import quantize
 from atomrl.models.shapes import auto_class, check_fields, check_sizes, text_config
 from atomrl.models.transformers_model import HFModel, check_causal, published_weights, rounded_to, switch_dropout_off
@@ -433,6 +434,7 @@ def save_settings(model: Any, tokenizer: Any, folder: str | Path, dtype: torch.d
     for part in (config, tokenizer, _generation_config(model, config, tokenizer)):
         if part is not None:
             part.save_pretrained(folder)
+    make_readable(folder)
     for kind in type(getattr(model, "inner", model)).__mro__:
         if vars(kind).get("_auto_class"):  # the model's own code; config and tokenizer have saved theirs
             custom_object_save(kind, folder)

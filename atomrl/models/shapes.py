@@ -104,7 +104,7 @@ def check_sizes(config: Any, path: object) -> None:
     """Check that a model has a text config with the sizes that everything is computed from.
 
     Raises:
-        ConfigError: one is missing.
+        ConfigError: one is missing, or the heads do not divide.
     """
     text = text_config(config)
     for name in SIZES:

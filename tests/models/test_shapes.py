@@ -86,7 +86,7 @@ MALFORMED = {
     "vocab_size is 0": {"vocab_size": 0},
     "hidden_size": {"hidden_size": "32"},
     "hidden size": {"hidden_size": 33, "head_dim": None},
-    "3 key-value heads do not divide 4 heads|size": {"num_key_value_heads": 3},
+    "num_key_value_heads=3 does not divide num_attention_heads=4": {"num_key_value_heads": 3},
     "do not fit its config.json": {"vocab_size": 90},
     "config of model": {"model_type": "unheard_of"},
 }
