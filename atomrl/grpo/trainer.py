@@ -379,9 +379,10 @@ class Trainer:
 
     @staticmethod
     def _load(folder: str | Path) -> Any:
-        from transformers import AutoModelForCausalLM
+        from atomrl.models.loading import model_config_only
+        from atomrl.models.shapes import auto_class
 
-        return AutoModelForCausalLM.from_pretrained(folder)
+        return auto_class(model_config_only(folder)).from_pretrained(folder)
 
 
 class GRPOTrainer(Trainer):

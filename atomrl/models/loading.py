@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 import pickle
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
@@ -20,11 +21,13 @@ from atomrl.models import lora as adapters
 from atomrl.models.gpt import GPT, fitting_weights, unsupported
 from atomrl.models.older_readers import make_readable
 from atomrl.models.quantized import quantize
-from atomrl.models.shapes import auto_class, check_fields, check_sizes, text_config
+from atomrl.models.shapes import auto_class, check_fields, check_sizes, text_config, tower_weights
 from atomrl.models.transformers_model import HFModel, check_causal, published_weights, rounded_to, switch_dropout_off
 
 log = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Settings of what turns pictures into the input of a vision tower."""
 
 
 Policy = GPT | HFModel
@@ -216,6 +219,8 @@ def load_policy(
         inner.config.use_cache = False
         policy = HFModel(inner, rounded)
         policy.check()
+        if tower := freeze_tower(inner):
+            log.info("%s: %d weights of its vision tower are not trained, and saved as they are", path, tower)
     # Quantize layer by layer before the move, so that the GPU never holds all full weights.
     if quantization is not None:
         quantize(getattr(policy, "inner", policy), policy.head_weight, quantization, torch.device(device))
@@ -225,6 +230,14 @@ def load_policy(
     if lora is not None:
         adapters.add_adapters(policy, lora, base=str(path))
     return policy
+
+
+def freeze_tower(inner: Any) -> int:
+    """Freeze the weights that text does not use; return their number."""
+    tower = tower_weights(inner)
+    for name in tower:
+        inner.get_parameter(name).requires_grad_(False)
+    return len(tower)
 
 
 def load_decoder(
@@ -425,15 +438,23 @@ def own_memory(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def save_settings(model: Any, tokenizer: Any, folder: str | Path, dtype: torch.dtype, **settings: Any) -> None:
-    """Save config, generation config, tokenizer and the model's own code; arguments as for `save_model`."""
+    """Save config, generation config, tokenizer, processor and the model's own code; arguments as for `save_model`."""
+    from transformers import PreTrainedModel
     from transformers.dynamic_module_utils import custom_object_save
 
     config = model.config.__class__.from_dict(model.config.to_dict())
+    inner = getattr(model, "inner", model)
+    if not config.architectures and isinstance(inner, PreTrainedModel):
+        config.architectures = [type(inner).__name__]  # by which serving engines choose the class
     for name, value in {"use_cache": True, **settings, "dtype": dtype}.items():
         setattr(config, name, value)
     for part in (config, tokenizer, _generation_config(model, config, tokenizer)):
         if part is not None:
             part.save_pretrained(folder)
+    source = Path(model.config._name_or_path)
+    for name in PROCESSOR_FILES:
+        if model.config._name_or_path and (source / name).is_file() and source.resolve() != Path(folder).resolve():
+            shutil.copyfile(source / name, Path(folder) / name)
     make_readable(folder)
     for kind in type(getattr(model, "inner", model)).__mro__:
         if vars(kind).get("_auto_class"):  # the model's own code; config and tokenizer have saved theirs

@@ -15,7 +15,7 @@ from atomrl.common.metrics import Max, Metrics
 from atomrl.config import ConfigError
 from atomrl.models.gpt import BMM_MAX_TOKENS, unsupported
 from atomrl.models.loading import model_config_only
-from atomrl.models.shapes import auto_class, size, text_config
+from atomrl.models.shapes import auto_class, size, text_config, tower_weights
 
 # --------------------------------------------------------------------------------------------------------------------
 # Shapes of well-known models, for planning a run without a network, weights or a GPU.
@@ -129,6 +129,15 @@ def empty_model(config: Any, trust_remote_code: bool = False) -> Any:
     message = f"transformers cannot create a {config.model_type} model from the config.json of this model"
     with reraise_as(ConfigError, message, Exception), torch.device("meta"):
         return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+
+
+def trained_parameters(config: Any, trust_remote_code: bool = False) -> int:
+    """Count the parameters that are trained without adapters: all but those of a vision tower."""
+    total = count_parameters(config, trust_remote_code)
+    if text_config(config) is config:
+        return total
+    inner = empty_model(config, trust_remote_code)
+    return total - sum(inner.get_parameter(name).numel() for name in tower_weights(inner))
 
 
 def adapter_parameters(config: Any, rank: int) -> int:

@@ -112,3 +112,40 @@ def check_sizes(config: Any, path: object) -> None:
             raise ConfigError(
                 f"{path} is a {config.model_type} model, whose config has no {name}: it cannot be trained"
             )
+    heads, keys = size(config, "num_attention_heads"), size(config, "num_key_value_heads")
+    if keys and heads % keys:
+        raise ConfigError(
+            f"config of model {path}: num_key_value_heads={keys} does not divide num_attention_heads={heads}"
+        )
+
+
+def language_model(inner: Any) -> tuple[str, Any]:
+    """Return name and module of the language model inside a transformers model with a vision tower.
+
+    Raises:
+        ConfigError: transformers does not name it.
+    """
+    decoder = inner.get_decoder()
+    name = next((name for name, module in inner.named_modules() if module is decoder), "")
+    if not name or decoder is inner.base_model:
+        raise ConfigError(
+            f"{type(inner).__name__}: its language model cannot be told from its vision tower, which must not be "
+            "trained on text; use a model that is text only"
+        )
+    return name, decoder
+
+
+def tower_weights(inner: Any) -> list[str]:
+    """Return the names of the weights that text does not use (vision tower, projector); none in a model of text only.
+
+    Args:
+        inner: a transformers model; may be on the meta device.
+
+    Raises:
+        ConfigError: as `language_model`.
+    """
+    if text_config(inner.config) is inner.config or not is_whole(inner.config):
+        return []
+    ends = [inner.get_input_embeddings(), inner.get_output_embeddings()]
+    used = {id(weight) for part in (language_model(inner)[1], *ends) for weight in part.parameters()}
+    return [name for name, weight in inner.named_parameters() if id(weight) not in used]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from atomrl.atoms.logprobs import head_logits
+from atomrl.common.errors import reraise_as
 from atomrl.config import ConfigError
 from atomrl.models.attention import Stream, attend, make_stream, packs_rows
 from atomrl.models.kernels import are_plain
@@ -46,7 +47,7 @@ def let_stream(inner: Any) -> bool:
         True if prepared. False: it has a recurrent state, takes no `position_ids`, or has its own attention.
     """
     config, base = inner.config, inner.base_model
-    kinds = set(getattr(config, "layer_types", None) or ())
+    kinds = set(getattr(text_config(config), "layer_types", None) or ())
     if (
         config._attn_implementation != "sdpa"
         or not inner._can_set_attn_implementation()
@@ -178,7 +179,8 @@ class HFModel(nn.Module):
         """
         tokens = torch.arange(4, device=self.head_weight.device)[None] % text_config(self.config).vocab_size
         kind = f"model_type {self.config.model_type!r}"
-        hidden = self.forward_hidden(tokens)
+        with reraise_as(ConfigError, f"{kind} cannot be trained on text", TypeError, ValueError, AttributeError):
+            hidden = self.forward_hidden(tokens)
         if not torch.allclose(hidden[:, :2].float(), self.forward_hidden(tokens[:, :2]).float(), rtol=1e-2, atol=1e-2):
             raise ConfigError(f"{kind} attends to later tokens, so it is not a causal language model; use a causal one")
         ours = head_logits(hidden, self.head_weight)

@@ -27,6 +27,7 @@ from atomrl.models.memory import (
     critic_parameters,
     ends,
     layer_count,
+    trained_parameters,
     widths,
 )
 from atomrl.models.shapes import text_config
@@ -289,7 +290,7 @@ def memory_estimate(
     elif compute is None:  # a GPU elsewhere, assumed to have bfloat16
         compute = 4 if model.dtype == "float32" else 2
     total = count_parameters(shape, trusted)
-    trained = adapter_parameters(shape, model.lora.rank) if model.lora else total
+    trained = adapter_parameters(shape, model.lora.rank) if model.lora else trained_parameters(shape, trusted)
     row_tokens = config.data.max_prompt_tokens + rollout.max_completion_tokens
     row_tokens = min(row_tokens, train.max_row_tokens or row_tokens)
     tokens = max(train.micro_batch_tokens(device), row_tokens)
