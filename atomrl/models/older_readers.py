@@ -12,6 +12,8 @@ from typing import Any
 
 NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
 """Fields that a family of 4.5x calls otherwise, by model type."""
+BY_LAYER_TYPE = ("gemma3_text", "gemma3n_text")
+"""Families of 4.5x with other frequencies in layers with a window."""
 
 
 def make_readable(folder: str | Path) -> None:
@@ -39,10 +41,11 @@ def config_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         return fields
     fields["rope_parameters"] = rope
     added = {}
-    if "full_attention" in rope and "sliding_attention" in rope:  # of each type of layer: Gemma 3
+    if any(isinstance(value, dict) for value in rope.values()):  # of each type of layer
+        if config.get("model_type") not in BY_LAYER_TYPE:
+            return fields
         rope, local = rope["full_attention"], rope["sliding_attention"]
         added["rope_local_base_freq"] = local.get("rope_theta")
-    # Families that read other keys by layer type did not exist in 4.5x.
     added |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     scaling = {name: value for name, value in rope.items() if name not in added}
     if scaling.get("rope_type") == "longrope":  # Phi-3 accepts only these

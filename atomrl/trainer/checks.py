@@ -34,7 +34,7 @@ from atomrl.models.lora import refuse_adapted, target_names
 from atomrl.models.memory import empty_model
 from atomrl.models.quantized import linears
 from atomrl.models.reward_model import is_classifier
-from atomrl.models.shapes import text_config
+from atomrl.models.shapes import is_whole, text_config, tower_weights
 from atomrl.models.transformers_model import check_causal
 from atomrl.objectives import PolicyObjective
 from atomrl.objectives.base import Custom
@@ -96,7 +96,14 @@ def check_policy(config: RunConfig) -> None:
     """
     if config.model.path is not None and config.kind != "reward-model":
         try:
-            check_causal(model_config_only(config.model.path, config.model.trust_remote_code), config.model.path)
+            shape = model_config_only(config.model.path, config.model.trust_remote_code)
+            check_causal(shape, config.model.path)
+            if is_whole(shape) and text_config(shape) is not shape:
+                tower_weights(empty_model(shape, config.model.trust_remote_code))  # raises if it is not known
+                log.warning(
+                    "model.path: %s has a vision tower: the run is on text only, and the tower is saved unchanged",
+                    config.model.path,
+                )
         except ConfigError as error:
             raise type(error)(f"model.path: {error}") from error
 
