@@ -50,7 +50,9 @@ from atomrl.models.loading import (
 from atomrl.models.lora import adapter_state, adapter_weights, adapters_disabled, has_adapters, save_adapters
 from atomrl.models.memory import is_out_of_memory, tokens_without_gradient
 from atomrl.models.offloading import offloading
+from atomrl.models.older_readers import make_readable
 from atomrl.models.reward_model import HFScalar, Reader, ScalarModel, load_scalar, save_scalar
+from atomrl.models.shapes import text_config
 from atomrl.models.transformers_model import HFModel
 from atomrl.protocols import (
     Algorithm,
@@ -188,7 +190,7 @@ def load_role(
         if name == "reward_model":
             tokenizer = load_tokenizer(config.tokenizer or path, config.trust_remote_code, path)
             shape = model_config_only(path, config.trust_remote_code)
-            model.config.get_text_config().pad_token_id = Reader(tokenizer, shape, path).pad_token_id(shape)
+            text_config(model.config).pad_token_id = Reader(tokenizer, shape, path).pad_token_id(shape)
     else:
         quantization = config.quantization if trained else None
         model = load_policy(path, lora=config.lora if trained else None, quantization=quantization, **common)
@@ -223,6 +225,7 @@ def save_role(name: RoleName, model: Any, tokenizer: Any, folder: Path) -> None:
         save_adapters(model, folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+            make_readable(folder)
     else:
         save_model(model, tokenizer, folder)
 

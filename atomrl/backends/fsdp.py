@@ -46,7 +46,7 @@ from atomrl.models.attention import check_heads, packs_rows
 from atomrl.models.gpt import Attention, Linear
 from atomrl.models.loading import compute_dtype, model_weights
 from atomrl.models.lora import adapter_weights, has_adapters, is_adapter
-from atomrl.models.memory import BESIDE, FLOAT32, SHARDED, Sizes, adapters_of_rank, ends, uncut
+from atomrl.models.memory import BESIDE, FLOAT32, SHARDED, Sizes, adapters_of_rank, ends, layer_count, uncut
 from atomrl.models.reward_model import HFScalar
 from atomrl.protocols import Algorithm, ModelInput, WeightUpdate
 
@@ -137,7 +137,7 @@ class FSDPBackend(BackgroundCheckpoints):
             estimate[name] //= settings.sequence
         if settings.reduce == "update":
             estimate["gradients"] += math.ceil(trained_of_rank * FLOAT32)
-        layer = (total - ends(shape)) // shape.num_hidden_layers // settings.tensor
+        layer = (total - ends(shape)) // layer_count(shape) // settings.tensor
         estimate["rounded weights"] = estimate["fresh gradients"] = 0
         full = trained == total
         estimate["gathered embedding"] = ends(shape) * compute * (2 if full else 1)

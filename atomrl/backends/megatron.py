@@ -51,8 +51,9 @@ from atomrl.models.adapted import ADAPTER
 from atomrl.models.attention import Stream, packs_rows
 from atomrl.models.loading import compute_dtype, load_transformers, model_config_only, model_weights, save_settings
 from atomrl.models.lora import adapter_weights, has_adapters, is_adapter
-from atomrl.models.memory import FLOAT32, SHARDED, Sizes, adapters_of_rank, ends, expert_parameters
+from atomrl.models.memory import FLOAT32, SHARDED, Sizes, adapters_of_rank, ends, expert_parameters, layer_count
 from atomrl.models.reward_model import ScalarModel, scalar_settings
+from atomrl.models.shapes import text_config
 from atomrl.models.transformers_model import HFModel
 from atomrl.protocols import Adapter, Algorithm, LossOutput, ModelOutputs, WeightUpdate
 
@@ -104,8 +105,9 @@ class MegatronBackend(BackgroundCheckpoints):
         """
         shape, total, trained, compute = sizes.shape, sizes.total, sizes.trained, sizes.compute
         tensor, pipeline, expert = settings.tensor, settings.pipeline, settings.expert
-        embedding = shape.vocab_size * shape.hidden_size
-        experts = shape.num_hidden_layers * expert_parameters(shape)
+        text = text_config(shape)
+        embedding = text.vocab_size * text.hidden_size
+        experts = layer_count(shape) * expert_parameters(shape)
         # Parameters of this rank: dense ones, and those of experts; then their share of one replica.
         dense = ((total - ends(shape) - experts) // pipeline + (embedding if pipeline > 1 else ends(shape))) // tensor
         mixed = experts // (pipeline * expert)

@@ -325,6 +325,7 @@ def adapt_to_hardware(imported: Imported, gpus: int, memory: str | None) -> Impo
 def import_nanogpt(arguments: argparse.Namespace) -> int:
     """Convert a checkpoint of nanoGPT into a model folder in Hugging Face layout."""
     from atomrl.models.loading import read_nanogpt, to_gpt2
+    from atomrl.models.older_readers import make_readable
 
     source, target = arguments.file, arguments.out
     with new_folder(target) as folder:
@@ -333,6 +334,7 @@ def import_nanogpt(arguments: argparse.Namespace) -> int:
         model = to_gpt2(sizes, weights, tokenizer.eos_token_id)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        make_readable(folder)
     count = sum(weight.numel() for weight in model.parameters())
     print(f"{target}: GPT-2 of {sizes['n_layer']} layers, {count:,} parameters, {len(tokenizer)} tokens")
     return 0

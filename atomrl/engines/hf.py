@@ -21,6 +21,7 @@ from atomrl.engines.requests import (
 )
 from atomrl.engines.sampling import sample
 from atomrl.models.loading import base_path, load_transformers
+from atomrl.models.shapes import text_config
 from atomrl.models.transformers_model import published_weights
 from atomrl.protocols import Adapter, WeightHash, WeightUpdate
 from atomrl.types import FinishReason, SamplingParams
@@ -45,7 +46,7 @@ class HFEngine(RequestEngine):
     decode_time = DecodeTime("measured on one H200 with transformers 5.17", layer_s=2.43e-3)
 
     def __init__(self, model: Any, eos: tuple[int, ...], tokenizer: Any, max_concurrent_completions: int) -> None:
-        super().__init__(tokenizer, getattr(model.config, "max_position_embeddings", 2**31))
+        super().__init__(tokenizer, getattr(text_config(model.config), "max_position_embeddings", 2**31))
         self.model, self.eos, self.max_concurrent_completions = model, eos, max_concurrent_completions
         self.adapters: dict[str, Adapter] = {}
         head = model.get_output_embeddings()

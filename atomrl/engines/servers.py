@@ -27,6 +27,8 @@ from atomrl.engines.distributor import ABORT_S, Distributor, ReplicaFailure
 from atomrl.engines.http import Client, Server, ServerFailure, ServerOutput, ServerProcess, check_output, store_output
 from atomrl.engines.requests import EngineOptions, RequestEngine, RequestState, StopRule, eos_token_ids
 from atomrl.models.loading import base_path, model_config_only, read_weights, resolve_folder
+from atomrl.models.memory import is_tied, layer_count, widths
+from atomrl.models.shapes import text_config
 from atomrl.protocols import WeightHash, WeightUpdate
 from atomrl.types import FinishReason, GenerationOutput, GenerationRequest, SamplingParams
 from atomrl.weight_sync.channels import write_adapters, write_update
@@ -193,7 +195,7 @@ class ServerEngine(Distributor[Server], RequestEngine):
         return f"{self.version}@{self.engine_id}"
 
     def _make_rule(self, sampling: SamplingParams) -> StopRule:
-        return StopRule(sampling, self.eos, self.tokenizer, self.config.vocab_size, torch.device("cpu"))
+        return StopRule(sampling, self.eos, self.tokenizer, text_config(self.config).vocab_size, torch.device("cpu"))
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Send requests to servers: a group to one server, a continuation to the server that has its cache.
@@ -376,11 +378,6 @@ def published_shapes(folder: str, config: Any, trust_remote_code: bool) -> dict[
     return shapes
 
 
-def is_tied(config: Any) -> bool:
-    """Return True if a model's head shares the embedding's weight."""
-    return bool(getattr(config, "tie_word_embeddings", False))
-
-
 def write_weights(update: WeightUpdate, folder: Path, dtype: torch.dtype, tied: bool) -> Path:
     """Write an update's weights as safetensors into a new folder, which is renamed into place when complete.
 
@@ -415,7 +412,8 @@ def weights_for_engines(
 
 def cpu_cache_tokens(config: Any, rows: int, dtype: torch.dtype) -> int:
     """KV-cache size in tokens for an engine on a CPU: enough for all rows, at most 4 GiB."""
-    return min(rows * int(config.max_position_embeddings), _MAX_CPU_CACHE // cache_bytes_per_token(config, dtype))
+    longest = getattr(text_config(config), "max_position_embeddings", None) or _MAX_CPU_CACHE  # some have no limit
+    return min(rows * int(longest), _MAX_CPU_CACHE // max(1, cache_bytes_per_token(config, dtype)))
 
 
 def cpu_cache_bytes(config: Any, rows: int, dtype: torch.dtype) -> int:
@@ -425,6 +423,4 @@ def cpu_cache_bytes(config: Any, rows: int, dtype: torch.dtype) -> int:
 
 def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     """Bytes of a token's keys and values in all layers."""
-    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * int(config.num_hidden_layers) * int(heads) * int(width) * dtype.itemsize
+    return 2 * layer_count(config) * widths(config)[2] * dtype.itemsize

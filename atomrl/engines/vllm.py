@@ -27,9 +27,10 @@ from atomrl.engines.requests import (
     StopRule,
     eos_token_ids,
 )
-from atomrl.engines.servers import EMBEDDING, HEAD, cpu_cache_bytes, is_tied, published_shapes, write_weights
+from atomrl.engines.servers import EMBEDDING, HEAD, cpu_cache_bytes, published_shapes, write_weights
 from atomrl.engines.vllm_worker import WORKER_EXTENSION, whole_hashes
 from atomrl.models.loading import base_path, model_config_only, resolve_folder
+from atomrl.models.memory import is_tied
 from atomrl.protocols import Adapter, WeightHash, WeightUpdate
 from atomrl.types import FinishReason, SamplingParams
 from atomrl.weight_sync.channels import write_adapters

@@ -325,9 +325,12 @@ class Trainer:
         Args:
             output_dir: None: the run's folder.
         """
+        from atomrl.models.older_readers import make_readable
+
         folder = self.run_dir if output_dir is None else output_dir
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+        make_readable(folder)
 
     def _check_folder(self, resume: Any) -> bool:
         """Return whether to resume. Checks the folder before any objects are written into it."""
@@ -376,9 +379,10 @@ class Trainer:
 
     @staticmethod
     def _load(folder: str | Path) -> Any:
-        from transformers import AutoModelForCausalLM
+        from atomrl.models.loading import model_config_only
+        from atomrl.models.shapes import auto_class
 
-        return AutoModelForCausalLM.from_pretrained(folder)
+        return auto_class(model_config_only(folder)).from_pretrained(folder)
 
 
 class GRPOTrainer(Trainer):

@@ -23,6 +23,7 @@ from atomrl.common.threads import to_device
 from atomrl.config import ConfigError
 from atomrl.models import kernels as cpp
 from atomrl.models.kernels import apply
+from atomrl.models.shapes import size
 
 NAMES_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 """True if `varlen_attn` has the parameter for grouped queries. In torch 2.11 it does not; its FlashAttention supports
@@ -361,8 +362,8 @@ def part_sizes(tokens: int, ranks: int) -> tuple[int, ...]:
 
 def check_heads(config: Any, ranks: int, path: object) -> None:
     """Raise ConfigError if `ranks` does not divide the heads of a transformers config."""
-    heads = config.num_attention_heads
-    keys = getattr(config, "num_key_value_heads", None) or heads
+    heads = size(config, "num_attention_heads")
+    keys = size(config, "num_key_value_heads") or heads
     if heads % ranks or keys % ranks:
         raise ConfigError(
             f"backend.sequence={ranks} does not divide the {heads} heads and {keys} key-value heads of {path}"

@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 import pickle
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
@@ -18,11 +19,15 @@ from atomrl.common.errors import nearest, reraise_as
 from atomrl.config import ConfigError, LoraConfig, Quantization
 from atomrl.models import lora as adapters
 from atomrl.models.gpt import GPT, fitting_weights, unsupported
+from atomrl.models.older_readers import make_readable
 from atomrl.models.quantized import quantize
+from atomrl.models.shapes import auto_class, check_fields, check_sizes, text_config, tower_weights
 from atomrl.models.transformers_model import HFModel, check_causal, published_weights, rounded_to, switch_dropout_off
 
 log = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Settings of what turns pictures into the input of a vision tower."""
 
 
 Policy = GPT | HFModel
@@ -75,16 +80,29 @@ def adapted_path(path: str | Path) -> str | None:
     settings = Path(path) / "adapter_config.json"
     if not settings.is_file() or (Path(path) / "config.json").is_file():
         return None
-    base = json.loads(settings.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    with reraise_as(ConfigError, f"{settings} is not readable as a JSON object", OSError, ValueError, AttributeError):
+        base = json.loads(settings.read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not base:
         raise ConfigError(f"{settings} has no base_model_name_or_path: write the path of the base model there")
     return str(base)
 
 
 def base_path(path: str | Path) -> str:
-    """Return the full model beneath the adapters in a folder; `path` itself if it is one."""
-    beneath = adapted_path(path)
-    return str(path) if beneath is None else base_path(beneath)
+    """Return the full model beneath the adapters in a folder; `path` itself if it is one.
+
+    Raises:
+        ConfigError: the adapters name themselves as their base, directly or through others.
+    """
+    passed: list[Path] = []
+    while (beneath := adapted_path(path)) is not None:
+        if (folder := Path(path).resolve()) in passed:
+            raise ConfigError(
+                f"the adapters in {folder} are their own base: write the path of a full model into "
+                f"base_model_name_or_path of {folder / 'adapter_config.json'}"
+            )
+        passed.append(folder)
+        path = beneath
+    return str(path)
 
 
 class ModelNotHere(ConfigError):
@@ -149,8 +167,13 @@ def model_config_only(path: str | Path, trust_remote_code: bool = False) -> Any:
     from transformers import AutoConfig
 
     folder = resolve_folder(base_path(path), weights=False)
-    with reraise_as(ConfigError, f"config of model {path}", ValueError, OSError, KeyError):
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if (folder / "config.json").is_file():
+        check_fields(folder)
+    # transformers' validators raise errors of their own kind, and a package that is missing an ImportError.
+    with reraise_as(ConfigError, f"config of model {path}", Exception):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    check_sizes(config, path)
+    return config
 
 
 def load_policy(
@@ -196,6 +219,8 @@ def load_policy(
         inner.config.use_cache = False
         policy = HFModel(inner, rounded)
         policy.check()
+        if tower := freeze_tower(inner):
+            log.info("%s: %d weights of its vision tower are not trained, and saved as they are", path, tower)
     # Quantize layer by layer before the move, so that the GPU never holds all full weights.
     if quantization is not None:
         quantize(getattr(policy, "inner", policy), policy.head_weight, quantization, torch.device(device))
@@ -205,6 +230,14 @@ def load_policy(
     if lora is not None:
         adapters.add_adapters(policy, lora, base=str(path))
     return policy
+
+
+def freeze_tower(inner: Any) -> int:
+    """Freeze the weights that text does not use; return their number."""
+    tower = tower_weights(inner)
+    for name in tower:
+        inner.get_parameter(name).requires_grad_(False)
+    return len(tower)
 
 
 def load_decoder(
@@ -235,14 +268,15 @@ def load_transformers(
     Raises:
         ConfigError: the model does not exist or is of another kind, or its files are damaged or do not fit its config.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
+    base_path(path)  # raises if adapters are their own base
     if (beneath := adapted_path(path)) is not None:
         # Merged in float32 and rounded once, as a policy with float32 weights is: policy and reference are then equal.
         wide = load_transformers(beneath, torch.float32, trust_remote_code, scalar)
         return rounded_to(adapters.merge_adapters(wide, path)[0], dtype)
     shape: Any = model_config_only(path, trust_remote_code)
-    auto: Any = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    auto: Any = AutoModelForSequenceClassification if scalar else auto_class(shape)
     if scalar:
         shape.num_labels = 1
     else:
@@ -351,7 +385,8 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False, model: str
 
 def _fit_tokenizer(tokenizer: Any, config: Any, path: str, model: str) -> None:
     """Take a missing end-of-sequence token from the model's config; check that every token has an embedding."""
-    size, end = getattr(config, "vocab_size", None), getattr(config, "eos_token_id", None)
+    text = text_config(config)
+    size, end = getattr(text, "vocab_size", None), getattr(text, "eos_token_id", None)
     if tokenizer.eos_token_id is None and isinstance(end, int):
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
     named = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
@@ -403,15 +438,24 @@ def own_memory(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def save_settings(model: Any, tokenizer: Any, folder: str | Path, dtype: torch.dtype, **settings: Any) -> None:
-    """Save config, generation config, tokenizer and the model's own code; arguments as for `save_model`."""
+    """Save config, generation config, tokenizer, processor and the model's own code; arguments as for `save_model`."""
+    from transformers import PreTrainedModel
     from transformers.dynamic_module_utils import custom_object_save
 
     config = model.config.__class__.from_dict(model.config.to_dict())
+    inner = getattr(model, "inner", model)
+    if not config.architectures and isinstance(inner, PreTrainedModel):
+        config.architectures = [type(inner).__name__]  # by which serving engines choose the class
     for name, value in {"use_cache": True, **settings, "dtype": dtype}.items():
         setattr(config, name, value)
     for part in (config, tokenizer, _generation_config(model, config, tokenizer)):
         if part is not None:
             part.save_pretrained(folder)
+    source = Path(model.config._name_or_path)
+    for name in PROCESSOR_FILES:
+        if model.config._name_or_path and (source / name).is_file() and source.resolve() != Path(folder).resolve():
+            shutil.copyfile(source / name, Path(folder) / name)
+    make_readable(folder)
     for kind in type(getattr(model, "inner", model)).__mro__:
         if vars(kind).get("_auto_class"):  # the model's own code; config and tokenizer have saved theirs
             custom_object_save(kind, folder)

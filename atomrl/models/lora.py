@@ -24,6 +24,7 @@ from atomrl.config import ConfigError, LoraConfig, Quantization
 from atomrl.models.adapted import ADAPTER, adapted_linear, computes_here, is_adapted
 from atomrl.models.gpt import GPT
 from atomrl.models.quantized import quantized_layers, round_as_quantized
+from atomrl.models.shapes import language_model, tower_weights
 from atomrl.models.transformers_model import HFModel
 from atomrl.protocols import Adapter
 
@@ -57,14 +58,17 @@ def target_names(inner: nn.Module, head: Tensor, config: LoraConfig) -> list[str
     """
     from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer
 
-    modules = {name: module for name, module in inner.named_modules() if name}
+    tower = {name.rpartition(".")[0] for name in tower_weights(inner)}
+    modules = {name: module for name, module in inner.named_modules() if name and name not in tower}
     linears = {n for n, m in modules.items() if isinstance(m, nn.Linear | Conv1D) and m.weight is not head}
     short = sorted({name.rpartition(".")[2] for name in linears})
     if experts := [name for name, weight in inner.named_parameters() if weight.dim() > 2 and "expert" in name]:
         log.warning("model.lora: the weights of experts are not linear layers and get no adapters: %s, ...", experts[0])
     targets = config.target_modules
+    # Layers of a vision tower may have the same names: only those of the language model are meant.
+    inside = rf"{re.escape(language_model(inner)[0])}\..*?" if tower else ""
     if targets == "all-linear":
-        return short
+        return f"{inside}({'|'.join(short)})" if tower else short
     for target in [targets] if isinstance(targets, str) else targets:
         key, could = f"model.lora.target_modules: {target!r}", f"linear layers: {', '.join(short)}"
         if isinstance(targets, str):
@@ -83,6 +87,8 @@ def target_names(inner: nn.Module, head: Tensor, config: LoraConfig) -> list[str
                     f"{key}: {name} is {kind}, which does not support adapters; remove it ({could}), or train "
                     "all weights without model.lora"
                 )
+    if tower and not isinstance(targets, str):
+        return f"{inside}({'|'.join(map(re.escape, targets))})"
     return targets
 
 

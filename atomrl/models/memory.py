@@ -10,9 +10,12 @@ from typing import Any, Literal
 import torch
 import yaml
 
+from atomrl.common.errors import reraise_as
 from atomrl.common.metrics import Max, Metrics
-from atomrl.models.gpt import BMM_MAX_TOKENS
+from atomrl.config import ConfigError
+from atomrl.models.gpt import BMM_MAX_TOKENS, unsupported
 from atomrl.models.loading import model_config_only
+from atomrl.models.shapes import auto_class, size, text_config, tower_weights
 
 # --------------------------------------------------------------------------------------------------------------------
 # Shapes of well-known models, for planning a run without a network, weights or a GPU.
@@ -77,6 +80,9 @@ _parameters: dict[str, int] = {}
 """Cache of parameter counts by config: a dry run needs those of one model many times."""
 QUANTIZED = {"nf4": 0.5 + 1 / 64 + FLOAT32 / (64 * 256), "int8": 1.0}
 """Bytes per quantized weight: its code, a scale per 64 weights, and a scale per 256 scales."""
+SAVED_BY_AUTOGRAD = 2
+"""Activations of a layer of transformers, relative to those of `gpt.Layer`. Counted on tiny models of 25 mixtures of
+experts and 3 dense families: 1.4 (Llama, phimoe) to 2.4 (gpt-oss); 3 for minimax and Llama 4."""
 BESIDE = "in the CPU's memory"
 """Part of the memory estimate for offloaded shards; not in the total of the device."""
 SHARDED = ("trainer weights", "optimizer", "gradients", "reference", "teacher", "critic")
@@ -115,18 +121,30 @@ def count_parameters(config: Any, trust_remote_code: bool = False) -> int:
 
 
 def empty_model(config: Any, trust_remote_code: bool = False) -> Any:
-    """Create the model of a transformers config on the meta device."""
-    from transformers import AutoModelForCausalLM
+    """Create the model of a transformers config on the meta device.
 
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    Raises:
+        ConfigError: transformers cannot, because the sizes contradict each other or a package is missing.
+    """
+    message = f"transformers cannot create a {config.model_type} model from the config.json of this model"
+    with reraise_as(ConfigError, message, Exception), torch.device("meta"):
+        return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+
+
+def trained_parameters(config: Any, trust_remote_code: bool = False) -> int:
+    """Count the parameters that are trained without adapters: all but those of a vision tower."""
+    total = count_parameters(config, trust_remote_code)
+    if text_config(config) is config:
+        return total
+    inner = empty_model(config, trust_remote_code)
+    return total - sum(inner.get_parameter(name).numel() for name in tower_weights(inner))
 
 
 def adapter_parameters(config: Any, rank: int) -> int:
     """Count the parameters of adapters on all linear layers of a Llama or Qwen model."""
     hidden, query, keys, inner = widths(config)
     ends = 2 * (hidden + query) + 2 * (hidden + keys) + 3 * (hidden + inner)
-    return int(config.num_hidden_layers) * rank * ends
+    return layer_count(config) * rank * ends
 
 
 def activation_bytes_per_token(
@@ -136,11 +154,13 @@ def activation_bytes_per_token(
 
     Counted from `gpt.Layer`: twice the residual stream and its norm; queries and attention outputs; keys and values;
     gate, up and their product; with explicit attention products also the scores of each head. All but the residual
-    stream and its norms are divided by the tensor-parallel size.
+    stream and its norms are divided by the tensor-parallel size. Models that `gpt` does not support keep what autograd
+    saves (`SAVED_BY_AUTOGRAD`).
     """
     hidden, query, keys, inner = widths(config)
-    attention = config.num_attention_heads * row_tokens if on_cpu and row_tokens <= BMM_MAX_TOKENS else 0
-    return size * (4 * hidden + (2 * query + 2 * keys + 3 * inner + attention) // tensor), size * hidden
+    attention = head_count(config) * row_tokens if on_cpu and row_tokens <= BMM_MAX_TOKENS else 0
+    saved = SAVED_BY_AUTOGRAD if unsupported(config) else 1
+    return saved * size * (4 * hidden + (2 * query + 2 * keys + 3 * inner + attention) // tensor), size * hidden
 
 
 def tokens_without_gradient(config: Any, tokens: int, size: int, checkpointed: bool) -> int:
@@ -164,36 +184,71 @@ def tokens_without_gradient(config: Any, tokens: int, size: int, checkpointed: b
         32768
     """
     layer, checkpoint = activation_bytes_per_token(config, 1, size, on_cpu=False)
-    layers = int(config.num_hidden_layers)
+    layers = layer_count(config)
     kept = layer + layers * checkpoint if checkpointed else layers * layer
     return max(tokens, min(MOST_TOKENS, tokens * kept // layer))
 
 
 def critic_parameters(config: Any, trust_remote_code: bool = False) -> int:
     """Count the parameters of a critic: a decoder with a scalar head instead of the output matrix."""
-    output = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    return count_parameters(config, trust_remote_code) - output + int(config.hidden_size)
+    text = text_config(config)
+    output = 0 if is_tied(config) else text.vocab_size * text.hidden_size
+    return count_parameters(config, trust_remote_code) - output + int(text.hidden_size)
+
+
+def head_count(config: Any) -> int:
+    """Return the number of attention heads; 0 for a state space model."""
+    return size(config, "num_attention_heads")
+
+
+def layer_count(config: Any) -> int:
+    """Return the number of layers of the language model."""
+    return int(text_config(config).num_hidden_layers)
+
+
+def is_tied(config: Any) -> bool:
+    """Return True if embedding and output matrix are one weight. In a composite config the outer field decides."""
+    return bool(getattr(config, "tie_word_embeddings", False))
 
 
 def ends(config: Any) -> int:
     """Count the parameters of embedding and output matrix."""
-    return int(config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2))
+    text = text_config(config)
+    return int(text.vocab_size * text.hidden_size * (1 if is_tied(config) else 2))
 
 
 def uncut(config: Any) -> int:
     """Count the parameters that tensor parallelism replicates: embedding, output matrix and norms."""
-    return ends(config) + int((2 * config.num_hidden_layers + 1) * config.hidden_size)
+    return ends(config) + int((2 * layer_count(config) + 1) * text_config(config).hidden_size)
 
 
 def widths(config: Any) -> tuple[int, int, int, int]:
-    """Return the widths of the residual stream, of all query heads, of all key heads, and of the MLP."""
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    if experts := getattr(config, "moe_intermediate_size", None):
-        inner = config.num_experts_per_tok * experts
-    return config.hidden_size, heads * size, kv_heads * size, inner
+    """Return the widths of the residual stream, of all query heads, of all key heads, and of the MLP.
+
+    The MLP of a mixture of experts is as wide as the experts that a token runs through. A state space model has no
+    heads. Of sizes that differ by layer it is the largest.
+    """
+    hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
+    width = size(config, "qk_head_dim", "head_dim") or (hidden // heads if heads else 0)  # the first: latent attention
+    kv_heads = size(config, "num_key_value_heads") or heads
+    return hidden, heads * width, kv_heads * width, _inner_width(config)
+
+
+def _inner_width(config: Any) -> int:
+    dense = size(config, "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size") or 4 * size(
+        config, "hidden_size"
+    )
+    if not size(config, *EXPERTS):
+        return dense
+    width = size(config, "moe_intermediate_size") or dense
+    shared = size(config, "shared_expert_intermediate_size", "shared_intermediate_size")
+    shared = shared or width * size(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    return (size(config, *EXPERTS_PER_TOKEN) or 1) * width + shared
+
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
+"""Names of the numbers of experts, of all and of those that a token runs through, in the configs of transformers."""
 
 
 def adapters_of_rank(config: Any, trained: int, tensor: int) -> int:
@@ -205,8 +260,8 @@ def adapters_of_rank(config: Any, trained: int, tensor: int) -> int:
 
 def expert_parameters(config: Any) -> int:
     """Count the parameters of all experts of a layer; 0 for a dense model."""
-    width = getattr(config, "moe_intermediate_size", None)
-    return 0 if width is None else 3 * int(config.num_experts * config.hidden_size * width)
+    width = size(config, "moe_intermediate_size", "intermediate_size")
+    return 3 * size(config, *EXPERTS) * size(config, "hidden_size") * width
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from atomrl.models.loading import (
     read_weights,
     save_model,
 )
+from atomrl.models.shapes import text_config
 from atomrl.types import Message, Problem, Trajectory
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -116,7 +117,7 @@ class HFScalar(nn.Module):
 
     def scores(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """Compute scores, [B] float32."""
-        config = self.config.get_text_config()
+        config = text_config(self.config)
         if (pad := config.pad_token_id) is None:  # pad with a token that is never a row's last, which has the score
             last = set(tokens.gather(1, lengths[:, None] - 1)[:, 0].tolist())
             config.pad_token_id = next(token for token in range(len(last) + 1) if token not in last)
@@ -299,17 +300,18 @@ class Reader:
         Args:
             config: config of the initial model.
         """
-        tokenizer, own = self.tokenizer, config.get_text_config().pad_token_id
+        tokenizer, own = self.tokenizer, text_config(config).pad_token_id
         if is_classifier(config) and own is not None:
             return int(own)
-        end, problem = config.get_text_config().eos_token_id, Problem(problem_id="", prompt="a", ground_truth=None)
+        end, problem = text_config(config).eos_token_id, Problem(problem_id="", prompt="a", ground_truth=None)
         used = {tokenizer.eos_token_id, *(end if isinstance(end, list) else [end])}
         with suppress(Exception):  # templates are programs, and may raise anything
             used |= set(self.row(problem, (), (), "b"))
         special = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         special |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
         named = sorted(special, key=lambda id: ("pad" not in special[id].lower(), id))
-        ids = [id for id in (tokenizer.pad_token_id, own, *named) if id is not None and 0 <= id < config.vocab_size]
+        size = text_config(config).vocab_size
+        ids = [id for id in (tokenizer.pad_token_id, own, *named) if id is not None and 0 <= id < size]
         return int(next((id for id in ids if id not in used), tokenizer.eos_token_id or 0))
 
     def token_ids(self, trajectories: Sequence[Trajectory]) -> list[tuple[int, ...]]:

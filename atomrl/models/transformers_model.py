@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from atomrl.atoms.logprobs import head_logits
+from atomrl.common.errors import reraise_as
 from atomrl.config import ConfigError
 from atomrl.models.attention import Stream, attend, make_stream, packs_rows
 from atomrl.models.kernels import are_plain
 from atomrl.models.offloading import Kept, get, put
+from atomrl.models.shapes import text_config
 
 # --------------------------------------------------------------------------------------------------------------------
 # An `attention.Stream` through a transformers model: everything except attention processes it as one long row.
@@ -45,7 +47,7 @@ def let_stream(inner: Any) -> bool:
         True if prepared. False: it has a recurrent state, takes no `position_ids`, or has its own attention.
     """
     config, base = inner.config, inner.base_model
-    kinds = set(getattr(config, "layer_types", None) or ())
+    kinds = set(getattr(text_config(config), "layer_types", None) or ())
     if (
         config._attn_implementation != "sdpa"
         or not inner._can_set_attn_implementation()
@@ -150,7 +152,7 @@ class HFModel(nn.Module):
     def stream_states(self, tokens: Tensor, stream: Stream) -> Tensor:
         """Compute the states of a stream after the final norm, at its `before` tokens: [B, T] -> [n, H]."""
         stream = stream.to(tokens.device)
-        longest = longest_row(self.inner.config.get_text_config())
+        longest = longest_row(text_config(self.inner.config))
         if longest is not None and tokens.shape[1] > longest:  # streams have no attention windows: compute rows
             last = stream.source[stream.before]
             return self._hidden(tokens).flatten(0, 1).index_select(0, last)
@@ -175,9 +177,10 @@ class HFModel(nn.Module):
         Args:
             streams: prepare the model for streams if possible, which changes its attention; False: leave it.
         """
-        tokens = torch.arange(4, device=self.head_weight.device)[None] % self.config.vocab_size
+        tokens = torch.arange(4, device=self.head_weight.device)[None] % text_config(self.config).vocab_size
         kind = f"model_type {self.config.model_type!r}"
-        hidden = self.forward_hidden(tokens)
+        with reraise_as(ConfigError, f"{kind} cannot be trained on text", TypeError, ValueError, AttributeError):
+            hidden = self.forward_hidden(tokens)
         if not torch.allclose(hidden[:, :2].float(), self.forward_hidden(tokens[:, :2]).float(), rtol=1e-2, atol=1e-2):
             raise ConfigError(f"{kind} attends to later tokens, so it is not a causal language model; use a causal one")
         ours = head_logits(hidden, self.head_weight)
@@ -192,7 +195,7 @@ class HFModel(nn.Module):
     def _can_stream(self) -> bool:
         if not let_stream(self.inner):
             return False
-        rows, wanted, stream = small_stream(self.config.vocab_size, self.head_weight.device)
+        rows, wanted, stream = small_stream(text_config(self.config).vocab_size, self.head_weight.device)
         expected = self.forward_hidden(rows).flatten(0, 1)[wanted.flatten().nonzero()[:, 0] - 1]
         with suppress(NotImplementedError):
             close = 1e-4 if expected.dtype == torch.float32 else 2e-2
@@ -208,14 +211,24 @@ NO_WRITER = (
 
 def check_causal(config: Any, path: object) -> None:
     """Raise ConfigError if a config is of no causal language model (T5, BERT, a reward model, an image model)."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        MODEL_FOR_MASKED_LM_MAPPING,
+    )
 
     kinds = tuple(config.architectures or ())
     own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     known = own_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    other = getattr(config, "is_encoder_decoder", False) or any(kind.endswith(NO_WRITER) for kind in kinds)
+    known |= type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    other = any(kind.endswith(NO_WRITER) for kind in kinds)
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING:  # some of these families also have a causal class
         other |= not any(kind.endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"{path} is a {config.model_type} model, which reads the prompt with an encoder, and is not a causal "
+            "language model: use one whose config.json names a ...ForCausalLM in `architectures`"
+        )
     if other or not known:
         raise ConfigError(
             f"{path} is a {config.model_type} model ({', '.join(kinds) or 'no architectures'}), which is not a causal "

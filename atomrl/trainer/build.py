@@ -35,6 +35,7 @@ from atomrl.engines.vllm import VLLMEngine
 from atomrl.engines.vllm_server import VLLMServerEngine
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import compute_dtype, load_tokenizer, model_config_only, resolve_folder, save_model
+from atomrl.models.shapes import text_config
 from atomrl.models.transformers_model import check_causal
 from atomrl.objectives import PolicyObjective, PreferenceObjective
 from atomrl.objectives.token_weights import TokenTIS
@@ -72,7 +73,8 @@ def policy_tokenizer(config: RunConfig) -> Any:
 
 def context_tokens(path: str, config: RunConfig) -> int | None:
     """Return the model's context length in tokens; None if its config has none."""
-    return getattr(model_config_only(path, config.model.trust_remote_code), "max_position_embeddings", None)
+    shape = text_config(model_config_only(path, config.model.trust_remote_code))
+    return getattr(shape, "max_position_embeddings", None)
 
 
 def prompt_limit(config: RunConfig, path: str) -> int:

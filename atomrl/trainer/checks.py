@@ -34,6 +34,7 @@ from atomrl.models.lora import refuse_adapted, target_names
 from atomrl.models.memory import empty_model
 from atomrl.models.quantized import linears
 from atomrl.models.reward_model import is_classifier
+from atomrl.models.shapes import is_whole, text_config, tower_weights
 from atomrl.models.transformers_model import check_causal
 from atomrl.objectives import PolicyObjective
 from atomrl.objectives.base import Custom
@@ -95,7 +96,14 @@ def check_policy(config: RunConfig) -> None:
     """
     if config.model.path is not None and config.kind != "reward-model":
         try:
-            check_causal(model_config_only(config.model.path, config.model.trust_remote_code), config.model.path)
+            shape = model_config_only(config.model.path, config.model.trust_remote_code)
+            check_causal(shape, config.model.path)
+            if is_whole(shape) and text_config(shape) is not shape:
+                tower_weights(empty_model(shape, config.model.trust_remote_code))  # raises if it is not known
+                log.warning(
+                    "model.path: %s has a vision tower: the run is on text only, and the tower is saved unchanged",
+                    config.model.path,
+                )
         except ConfigError as error:
             raise type(error)(f"model.path: {error}") from error
 
@@ -138,18 +146,18 @@ def check_companions(config: RunConfig, algorithm: Algorithm, path: str, tokeniz
         ours, trusted = tokenizer.get_vocab(), config.model.trust_remote_code
         with reraise_as(ConfigError, key, ConfigError):
             shape, folder = model_config_only(start, trusted), resolve_folder(start, weights=False)
-            size = model_config_only(path, trusted).vocab_size
+            size, own = (text_config(each).vocab_size for each in (model_config_only(path, trusted), shape))
             has_tokenizer = key == "teacher.path" or any(folder.glob("tokenizer*"))  # optional for a critic
             theirs = load_tokenizer(start, trusted).get_vocab() if has_tokenizer else ours
         if key == "critic.path":
             check_critic(start, shape)
-        if shape.vocab_size != size or theirs != ours:
+        if own != size or theirs != ours:
             differ = [word for word in ours.keys() | theirs.keys() if ours.get(word) != theirs.get(word)]
             token = min(differ, default=None)
             raise ConfigError(
                 f"{key}: {start} must have the vocabulary of the policy {path}, whose tokens it reads: "
                 + (
-                    f"{shape.vocab_size} embeddings instead of {size}"
+                    f"{own} embeddings instead of {size}"
                     if token is None
                     else f"{token!r} is token {theirs.get(token)} instead of {ours.get(token)}"
                 )

@@ -18,6 +18,7 @@ from atomrl.engines.vllm import VLLMEngine
 from atomrl.models.gpt import unsupported
 from atomrl.models.loading import compute_dtype, model_config_only
 from atomrl.models.memory import BESIDE, SHARDED
+from atomrl.models.shapes import text_config
 from atomrl.protocols import Algorithm
 from atomrl.tracking.run_directory import installed_version, is_begun
 from atomrl.trainer.build import ENGINES, chosen_class, device_name, train_sampling
@@ -197,7 +198,8 @@ def engine_share(
     room = (capacity - CONTEXT_GIB * GIB) * USABLE - trainer
     path = config.model.path
     assert path is not None, "a run with rollouts has a model.path"
-    sampling = sampling_bytes(config, int(model_config_only(path, config.model.trust_remote_code).vocab_size))
+    shape = text_config(model_config_only(path, config.model.trust_remote_code))
+    sampling = sampling_bytes(config, int(shape.vocab_size))
     need = ENGINE_OVERHEAD + 1.1 * sum(parts[part] for part in ENGINE_PARTS) + sampling
     # Rounded down, and never more than the engine can use.
     share = int(100 * min(room / engines, need) / capacity) / 100

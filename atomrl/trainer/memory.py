@@ -26,8 +26,11 @@ from atomrl.models.memory import (
     count_parameters,
     critic_parameters,
     ends,
+    layer_count,
+    trained_parameters,
     widths,
 )
+from atomrl.models.shapes import text_config
 from atomrl.protocols import Algorithm, needs_teacher
 from atomrl.trainer.build import chosen_class, ranked_kind
 
@@ -202,14 +205,14 @@ def _rollout_seconds(config: RunConfig, shape: Any, gpu: Gpu, compute: int) -> f
     key-value cache, and sampling reads the logits.
     """
     rollout, engine = config.rollout, chosen_class(config.rollout).decode_time
-    total, layers = count_parameters(shape), int(shape.num_hidden_layers)
+    total, layers, vocab = count_parameters(shape), layer_count(shape), text_config(shape).vocab_size
     _, _, keys, _ = widths(shape)
     rows = rollout.prompts_per_step * rollout.completions_per_prompt
     batch = min(rows, rollout.concurrent_completions)
     mean_context = config.data.max_prompt_tokens + rollout.max_completion_tokens / 2
     rate, bandwidth = gpu.tflops * 1e12 * PRODUCT_SHARE, gpu.gb_s * 1e9 * BANDWIDTH_SHARE
     products = max(total * compute / bandwidth, 2 * total * batch / rate)
-    traffic = batch * (mean_context * 2 * layers * keys * compute + LOGIT_BYTES * shape.vocab_size)
+    traffic = batch * (mean_context * 2 * layers * keys * compute + LOGIT_BYTES * vocab)
     layer = engine.layer_s + (engine.adapted_layer_s if config.model.lora else 0)
     row = engine.row_s + (engine.logprob_s if rollout.logprobs_over != "none" else 0)
     step = (products + traffic / bandwidth) / rollout.tensor_parallel + layers * layer + batch * row
@@ -223,12 +226,13 @@ def _pass_seconds(config: RunConfig, shape: Any, gpu: Gpu, tokens: int, logits: 
     Kernel launches on the host overlap with the device, so it is the larger of the two times.
     """
     model, cards = config.model, gpu.count if config.backend else 1
-    total, layers, hidden = count_parameters(shape), int(shape.num_hidden_layers), int(shape.hidden_size)
+    text = text_config(shape)
+    total, layers, hidden = count_parameters(shape), layer_count(shape), int(text.hidden_size)
     forwards = 2 if backward and model.checkpoints_layers else 1
     products = 2 * forwards + backward * (2 if model.lora else 4)  # FLOPs per parameter and token
     passes = forwards + backward
     traffic = passes * layers * hidden * (PASS_BYTES_COMPILED if model.compile else PASS_BYTES) * tokens
-    traffic += (1 + backward) * LOGIT_BYTES * shape.vocab_size * logits
+    traffic += (1 + backward) * LOGIT_BYTES * text.vocab_size * logits
     device = products * total * tokens / (gpu.tflops * 1e12 * PRODUCT_SHARE)
     device += traffic / (gpu.gb_s * 1e9 * BANDWIDTH_SHARE)
     micro_batches = -(-tokens // (cards * config.train.micro_batch_tokens("cuda")))
@@ -286,7 +290,7 @@ def memory_estimate(
     elif compute is None:  # a GPU elsewhere, assumed to have bfloat16
         compute = 4 if model.dtype == "float32" else 2
     total = count_parameters(shape, trusted)
-    trained = adapter_parameters(shape, model.lora.rank) if model.lora else total
+    trained = adapter_parameters(shape, model.lora.rank) if model.lora else trained_parameters(shape, trusted)
     row_tokens = config.data.max_prompt_tokens + rollout.max_completion_tokens
     row_tokens = min(row_tokens, train.max_row_tokens or row_tokens)
     tokens = max(train.micro_batch_tokens(device), row_tokens)
@@ -296,16 +300,17 @@ def memory_estimate(
     def activations(shape: Any) -> int:
         sharing = config.backend.activation_ranks if config.backend else 1
         layer, checkpoint = activation_bytes_per_token(shape, row_tokens, compute, device == "cpu", sharing)
-        layers: int = shape.num_hidden_layers
+        layers = layer_count(shape)
         return tokens * (layer + layers * checkpoint if model.checkpoints_layers else layers * layer)
 
     hidden, _, keys, inner = widths(shape)
+    vocab, layers = text_config(shape).vocab_size, layer_count(shape)
     # Episodes keep their cache between turns: as many again as are decoded. Prompts of waiting rows are not cached.
     slots = rollout.concurrent_completions * (1 if config.environment is None else 2)
     cached_rows = min(slots, rollout.prompts_per_step * rollout.completions_per_prompt)
     cached_prompts = min(cached_rows, rollout.prompts_per_step)
     cached = cached_rows * rollout.max_completion_tokens + cached_prompts * config.data.max_prompt_tokens
-    chunk = min(CHUNK_ELEMENTS if device == "cpu" else CHUNK_ELEMENTS_ON_GPU, tokens * shape.vocab_size)
+    chunk = min(CHUNK_ELEMENTS if device == "cpu" else CHUNK_ELEMENTS_ON_GPU, tokens * vocab)
     # Logits in float32 and their gradient. A compiled kernel stores the gradient in the compute dtype; without one
     # the entropy needs a third array.
     eager = device == "cpu" or (config.backend is not None and config.backend.type == "megatron")
@@ -324,14 +329,14 @@ def memory_estimate(
         # The MLP's backward pass is the largest: gradients of gate, up and their product, and temporary weights.
         "backward pass": tokens * compute * (3 * inner + 2 * hidden) + temporary * inner * hidden,
         # New gradients before they are accumulated: of gate and up, and of a tied embedding between its two uses.
-        "fresh gradients": 0 if model.lora else (2 * inner + shape.vocab_size) * hidden * FLOAT32,
+        "fresh gradients": 0 if model.lora else (2 * inner + vocab) * hidden * FLOAT32,
     }
     if config.kind == "rl" or (config.pretrain and config.pretrain.sample_every_steps):
         parts["engine weights"] = total * compute // rollout.tensor_parallel
     if config.kind == "rl":
-        parts["key-value cache"] = cached * 2 * shape.num_hidden_layers * keys * compute // rollout.tensor_parallel
+        parts["key-value cache"] = cached * 2 * layers * keys * compute // rollout.tensor_parallel
     if "distributions" in algorithm.outputs:
-        parts["distributions"] = DISTRIBUTIONS * min(DIVERGENCE_ELEMENTS, tokens * shape.vocab_size) * FLOAT32
+        parts["distributions"] = DISTRIBUTIONS * min(DIVERGENCE_ELEMENTS, tokens * vocab) * FLOAT32
     if needs_teacher(algorithm):
         assert config.teacher is not None
         parts["teacher"] = count_parameters(shape_of(config.teacher.path, trusted), trusted) * compute

@@ -20,6 +20,7 @@ import torch
 from atomrl.config import ConfigError, RunConfig, load_config, merge_trees, read_yaml
 from atomrl.models.loading import model_config_only
 from atomrl.models.memory import BESIDE, MOST_TOKENS, planning_shape, process_memory
+from atomrl.models.shapes import text_config
 from atomrl.protocols import Algorithm
 from atomrl.tracking.run_directory import is_begun
 from atomrl.trainer.base import PreparedRun, readable
@@ -91,12 +92,13 @@ def memory_by_phase(
     parts = memory_estimate(config, algorithm, ranks, device, compute, shape_of)
     path = config.model.path
     assert path is not None
-    layers = shape_of(path, config.model.trust_remote_code).num_hidden_layers
+    text = text_config(shape_of(path, config.model.trust_remote_code))
     phases = {name: at_once({part: parts.get(part, 0) for part in needs}) for name, needs in PHASES.items()}
     on_gpu = device == "cuda" or (device is None and torch.cuda.is_available())
     if on_gpu and config.kind == "rl":
-        phases["rollout"] += sampling_bytes(config, shape_of(path, config.model.trust_remote_code).vocab_size)
-    phases["log-probs"] += parts["activations"] // layers  # without gradient one layer is held at a time
+        phases["rollout"] += sampling_bytes(config, text.vocab_size)
+    # Without gradient one layer is held at a time.
+    phases["log-probs"] += parts["activations"] // text.num_hidden_layers
     if config.kind != "rl":
         phases = {"update": phases["update"]}
     resident = sum(size for part, size in parts.items() if part not in {*TEMPORARY, BESIDE, "total"})

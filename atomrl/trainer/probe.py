@@ -142,15 +142,15 @@ def with_random_weights(config: RunConfig, folder: Path) -> Any:
         ConfigError: the model's config.json or tokenizer is not available either.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     from atomrl.models.loading import compute_dtype, load_tokenizer, model_config_only
+    from atomrl.models.shapes import auto_class
 
     model, path = config.model, config.model.path
     assert path is not None
     shape = model_config_only(path, model.trust_remote_code)
     dtype = compute_dtype(model.dtype, "cuda" if torch.cuda.is_available() else "cpu")
-    fresh = AutoModelForCausalLM.from_config(shape, trust_remote_code=model.trust_remote_code, dtype=dtype)
+    fresh = auto_class(shape).from_config(shape, trust_remote_code=model.trust_remote_code, dtype=dtype)
     fresh.save_pretrained(folder)
     load_tokenizer(model.tokenizer or path, model.trust_remote_code).save_pretrained(folder)
     return model.model_copy(update={"path": str(folder), "tokenizer": None})

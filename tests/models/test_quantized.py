@@ -98,6 +98,39 @@ def test_the_backward_pass_keeps_no_weights():
 
 
 @KINDS
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_adapters_keep_no_weight_of_the_base_and_dequantize_it_once_a_pass(
+    tmp_path, monkeypatch, kind, dropout, checkpointing
+):
+    folder = make_tiny_model(tmp_path, "qwen2")
+    lora = LoraConfig(rank=2, alpha=4, dropout=dropout)
+    policy = load_policy(folder, dtype="float32", lora=lora, quantization=kind)
+    policy.gradient_checkpointing = checkpointing
+    policy.train()
+    count, weights = 0, {tuple(layer.weight.shape) for layer in quantized_layers(policy)}
+    own, kept, dequantize = {p.untyped_storage()._cdata for p in policy.parameters()}, [], QuantizedLinear.weight_in
+
+    def counted(layer, dtype):
+        nonlocal count
+        count += 1
+        return dequantize(layer, dtype)
+
+    def keep(saved):
+        if saved.untyped_storage()._cdata not in own:
+            kept.append(tuple(saved.shape))
+        return saved
+
+    monkeypatch.setattr(QuantizedLinear, "weight_in", counted)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        states = policy.forward_hidden(TOKENS[:1, :5])
+    assert kept and not weights & {shape for kept_shape in kept for shape in (kept_shape, kept_shape[::-1])}
+    states.sum().backward()
+    layers = len(list(quantized_layers(policy)))
+    assert count <= layers * (3 if checkpointing else 2)
+
+
+@KINDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_engine_draws_with_the_quantised_base(base, kind, dtype):
     class Trainer:
