@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from atomrl.atoms.logprobs import head_logits
 from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch
@@ -294,6 +294,58 @@ def needs_teacher(algorithm: Algorithm) -> bool:
     return any(name.startswith("teacher") for name in algorithm.needs | algorithm.outputs)
 
 
+class FrozenBase:
+    """Frozen weights below a policy's adapters, which an engine in the same process uses without a copy of its own.
+
+    The trainer owns the values, the engine the layout: `place` moves a weight into the engine's memory, and the
+    trainer's parameter becomes a view of it.
+
+    Args:
+        modules: published name of a weight without `.weight` -> the trainer's module that holds it.
+        ranks: published name of an adapted weight -> rank of its adapters. They must not change.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], ranks: Mapping[str, int]) -> None:
+        self.modules, self.ranks = modules, ranks
+        self.bytes = 0
+        """Bytes that the engine would need for a copy of its own of what it uses."""
+        self._placed: list[tuple[nn.Parameter, int]] = []
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """Return the trainer's parameter of a published name."""
+        module, _, own = name.rpartition(".")
+        return cast(nn.Parameter, getattr(self.modules[module], own))
+
+    def use(self, name: str) -> Tensor:
+        """Return a weight itself, for an engine that needs it in the trainer's layout."""
+        parameter = self.parameter(name)
+        self._remember(parameter)
+        return parameter.data
+
+    def place(self, name: str, view: Tensor) -> None:
+        """Move a weight into the engine's memory; `view` has the weight's shape."""
+        parameter = self.parameter(name)
+        view.copy_(parameter.data)
+        parameter.data = view  # keeps the version counter, so the engine may write beside it between two passes
+        self._remember(parameter)
+
+    def _remember(self, parameter: nn.Parameter) -> None:
+        self._placed.append((parameter, parameter.data_ptr()))
+        self.bytes += parameter.nbytes
+
+    def check(self) -> None:
+        """Check that trainer and engine still share all weights.
+
+        Raises:
+            RuntimeError: something has moved the trainer's weights elsewhere, such as `Module.to`.
+        """
+        if any(parameter.data_ptr() != address for parameter, address in self._placed):
+            raise RuntimeError(
+                "the trainer's frozen weights are no longer those of the rollout engine: they were moved or replaced "
+                "(Module.to, load_state_dict(assign=True)) while the run trains"
+            )
+
+
 class TrainingBackend(Protocol):
     """Holds the trained policy, its optimizer, and the other models of a run (reference, critic, teacher)."""
 
@@ -324,6 +376,9 @@ class TrainingBackend(Protocol):
         Args:
             adapters_alone: leave out the base weights, which the engine already has.
         """
+
+    def frozen_base(self) -> FrozenBase | None:
+        """Return the frozen weights that an engine in this process may share; None: there are none."""
 
     def free_memory(self) -> None:
         """Release cached GPU memory for other processes on the device; no effect on a CPU."""

@@ -37,6 +37,7 @@ from atomrl.common.processes import launched, progress
 from atomrl.common.threads import to_device, unit
 from atomrl.config import ConfigError, CriticConfig, ModelConfig, TrainConfig
 from atomrl.models.attention import states_before, total
+from atomrl.models.gpt import GPT
 from atomrl.models.kernels import plain_formulas, round_once
 from atomrl.models.loading import (
     compute_dtype,
@@ -57,6 +58,7 @@ from atomrl.models.transformers_model import HFModel
 from atomrl.protocols import (
     Algorithm,
     Distributions,
+    FrozenBase,
     LossOutput,
     ModelInput,
     ModelOutputs,
@@ -504,6 +506,10 @@ class BaseBackend(ABC):
         del self.policy
         self.free_memory()
 
+    def frozen_base(self) -> FrozenBase | None:
+        """Return None; `LocalBackend` may have one."""
+        return None
+
     def free_memory(self) -> None:
         """Return the allocator's cached memory to the GPU."""
         if self.device.type == "cuda":
@@ -802,6 +808,20 @@ class LocalBackend(BaseBackend):
         """
         model = self.policy.model
         return WeightUpdate(version, () if adapters_alone else model_weights(model), adapter_weights(model))
+
+    def frozen_base(self) -> FrozenBase | None:
+        """Return the frozen weights of a decoder with adapters.
+
+        None without adapters, for models of transformers, whose layers are not the engine's, and for compiled layers,
+        whose code is specialized on the strides of weights.
+        """
+        model = self.policy.model
+        ranks = {name: len(adapter.a) for name, adapter in adapter_weights(model).items()}
+        if not ranks or not isinstance(model, GPT) or model.is_compiled:
+            return None
+        # A base layer comes after the layer of peft around it, and takes its name.
+        modules = {name.removesuffix(".base_layer"): module for name, module in model.named_modules()}
+        return FrozenBase(modules, ranks)
 
     def save(self, folder: Path) -> None:
         """Save a checkpoint: models and tokenizer in Hugging Face layout, and the state for an exact resume.

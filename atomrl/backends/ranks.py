@@ -200,6 +200,9 @@ class DistributedBackend:
             yield from part
             del part  # before the next one is gathered
 
+    def frozen_base(self) -> None:
+        """Return None: the weights are in other processes."""
+
     def free_memory(self) -> None:
         """Return the allocators' cached memory to the GPUs."""
         self._call_each(self._handles, "free_memory")

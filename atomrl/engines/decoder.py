@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,8 @@ from atomrl.models.attention import rotate
 from atomrl.models.gpt import Decoder, DecoderSpec, RMSNorm
 from atomrl.models.kernels import load_library
 from atomrl.models.loading import has_bfloat16
-from atomrl.protocols import Adapter
+from atomrl.models.quantized import QuantizedLinear
+from atomrl.protocols import Adapter, FrozenBase
 
 # --------------------------------------------------------------------------------------------------------------------
 # The C++ kernels of `kernels.cpp`.
@@ -112,6 +114,29 @@ def copy_rounded(target: Tensor, source: Tensor, dtype: torch.dtype) -> None:
         into.copy_(part if target.dtype == dtype else part.to(dtype))
 
 
+class Shared(NamedTuple):
+    """Weights of a fused layer that are the trainer's."""
+
+    base: FrozenBase
+    names: list[str]
+    """Published names of the projections' weights."""
+
+    @property
+    def columns(self) -> int:
+        """Columns that the adapters' B take behind the weights."""
+        return lora_columns(self.base.ranks[name] for name in self.names if name in self.base.ranks)
+
+    def place(self, own: str, views: Iterable[Tensor]) -> None:
+        """Move the projections' weights (`own` is `weight`) or biases into views of the engine's memory."""
+        for name, view in zip(self.names, views, strict=True):
+            self.base.place(f"{name.removesuffix('weight')}{own}", view)
+
+
+def lora_columns(ranks: Iterable[int]) -> int:
+    """Round the sum of ranks up, so that rows of `[W | scale x B]` stay aligned to 32 bytes."""
+    return -(-sum(ranks) // 16) * 16
+
+
 class StackedLinear:
     """Linear projections of one input, fused to one matrix in the layout that CPUs multiply fastest for few rows.
 
@@ -123,10 +148,18 @@ class StackedLinear:
         inputs: input width.
         dtype: the weights are rounded to it; `compute_dtype` is what is multiplied.
         wide: return float32, also for bfloat16 weights (logits); without a bias.
+        shared: the trainer's weights to use. None: weights of its own, without values until `load`.
     """
 
     def __init__(
-        self, widths: Sequence[int], inputs: int, bias: bool, dtype: torch.dtype, device: torch.device, wide: bool
+        self,
+        widths: Sequence[int],
+        inputs: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        wide: bool,
+        shared: Shared | None = None,
     ) -> None:
         # PyTorch has no product of bfloat16 with float32 output on CPUs.
         compute = torch.float32 if wide and device.type == "cpu" else compute_dtype(dtype, device)
@@ -134,10 +167,15 @@ class StackedLinear:
         ends = list(accumulate(widths, initial=0))
         self.outputs = ends[-1]
         self.parts = [slice(start, end) for start, end in pairwise(ends)]
-        self.bias = torch.empty(ends[-1], dtype=compute, device=device) if bias else None
         self.adapters: dict[int, tuple[Tensor, Tensor]] = {}
         """Projection -> A^T and scale x B^T, float32."""
-        self._make(compute, device)
+        self.shared = shared
+        # A tensor that is made in inference mode could not be used in the trainer's forward pass.
+        with torch.inference_mode(shared is None and torch.is_inference_mode_enabled()), torch.no_grad():
+            self.bias = torch.empty(ends[-1], dtype=compute, device=device) if bias else None
+            if shared is not None and self.bias is not None:
+                shared.place("bias", (self.bias[part] for part in self.parts))
+            self._make(compute, device)
 
     def _make(self, compute: torch.dtype, device: torch.device) -> None:
         self.packed = compute == torch.bfloat16
@@ -145,6 +183,9 @@ class StackedLinear:
         # [in, out]: with [out, in] MKL is up to six times as slow at 16 rows.
         shape = 0 if self.packed else (self.inputs, self.outputs)
         self.weight = torch.empty(shape, dtype=compute, device=device)
+        if self.shared is not None:
+            assert not self.packed, "packed weights cannot be shared"
+            self.shared.place("weight", (self.weight[:, part].t() for part in self.parts))
 
     def load(self, part: int, weight: Tensor) -> None:
         """Copy a projection's weight [out, in] or bias [out] in place."""
@@ -221,32 +262,44 @@ class WideLinear(StackedLinear):
     """
 
     def _make(self, compute: torch.dtype, device: torch.device) -> None:
-        self.packed, self.columns = False, 0
-        self.a = torch.empty(self.inputs, 0, dtype=compute, device=device)
-        self.store = torch.empty(self.outputs, self.inputs, dtype=compute, device=device)
+        self.packed, self.columns = False, 0 if self.shared is None else self.shared.columns
+        self.a = torch.zeros(self.inputs, self.columns, dtype=compute, device=device)
+        self._make_store(compute, device)
+
+    def _make_store(self, compute: torch.dtype, device: torch.device) -> None:
+        self.store = torch.empty(self.outputs, self.inputs + self.columns, dtype=compute, device=device)
         """[out, in + columns]"""
+        self.store[:, self.inputs :] = 0
+        if self.shared is not None:
+            self.shared.place("weight", (self.store[part, : self.inputs] for part in self.parts))
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """[in, out], without the adapters."""
         return self.store[:, : self.inputs].t()
 
+    @property
+    def b(self) -> Tensor:
+        """scale x B of all projections, [out, columns]."""
+        return self.store[:, self.inputs :]
+
     def set_adapters(self, adapters: Mapping[int, Adapter]) -> bool:
         """See the base class. Adapters of unchanged ranks are copied in place."""
         ranks = {part: len(adapter.a) for part, adapter in sorted(adapters.items())}
-        columns = -(-sum(ranks.values()) // 16) * 16  # keeps rows aligned to 32 bytes
+        columns = lora_columns(ranks.values())
         reallocate = columns != self.columns
         if reallocate:
+            assert self.shared is None, "the trainer's weights lie in the columns of its ranks"
             store = self.store.new_zeros(self.outputs, self.inputs + columns)
             store[:, : self.inputs] = self.store[:, : self.inputs]
             self.store, self.columns = store, columns
             self.a = store.new_zeros(self.inputs, columns)
         else:
             self.a.zero_()
-            self.store[:, self.inputs :] = 0
+            self.b.zero_()
         self.adapters, start = {}, 0
         for part, rank in ranks.items():
-            a, b = self.a[:, start : start + rank], self.store[self.parts[part], self.inputs + start :][:, :rank]
+            a, b = self.a[:, start : start + rank], self.b[self.parts[part], start : start + rank]
             a.copy_(adapters[part].a.t())
             b.copy_(adapters[part].b.to(b.device) * adapters[part].scale)
             self.adapters[part], start = (a, b.t()), start + rank
@@ -254,7 +307,7 @@ class WideLinear(StackedLinear):
 
     def room(self, rows: int) -> Tensor:
         """Allocate the input of `multiply` [rows, in + columns]; the caller fills the first `in` columns."""
-        return self.store.new_empty(rows, self.store.shape[1])
+        return self.a.new_empty(rows, self.inputs + self.columns)
 
     def multiply(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Compute the output for a filled `room`; with `residual`, add it to that in place."""
@@ -272,7 +325,7 @@ class WideLinear(StackedLinear):
     def _filled(self, x: Tensor) -> Tensor:
         """Return `room` with x in it."""
         if not self.columns:
-            return x.to(self.store.dtype)
+            return x.to(self.a.dtype)
         room = self.room(len(x))
         room[:, : self.inputs] = x
         return room
@@ -283,6 +336,57 @@ class WideLinear(StackedLinear):
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """`residual + self(x)`, in place."""
         return self.multiply(self._filled(x), residual)
+
+
+class Scratch:
+    """Memory for one dequantized layer, shared by all layers of an engine: they compute one after the other."""
+
+    def __init__(self) -> None:
+        self.size, self.memory = 0, torch.empty(0)
+
+    def view(self, rows: int, columns: int, like: Tensor) -> Tensor:
+        """Return memory of the first layers' maximum size as [rows, columns], always at the same address."""
+        if self.memory.numel() < self.size:
+            self.memory = like.new_empty(self.size)
+        return self.memory[: rows * columns].view(rows, columns)
+
+
+class QuantizedStack(WideLinear):
+    """Fused projections whose weights are the trainer's codes, dequantized at each use into `[W | scale x B]`.
+
+    The product is that of `WideLinear`, with the same rounding.
+    """
+
+    scratch: Scratch
+
+    def _make_store(self, compute: torch.dtype, device: torch.device) -> None:
+        assert self.shared is not None
+        self.layers = [self.shared.base.modules[name.removesuffix(".weight")] for name in self.shared.names]
+        self.own_b = torch.zeros(self.outputs, self.columns, dtype=compute, device=device)
+        self.shared.base.bytes += self.outputs * self.inputs * compute.itemsize
+
+    def use(self, scratch: Scratch) -> None:
+        """Dequantize into this memory."""
+        self.scratch = scratch
+        scratch.size = max(scratch.size, self.outputs * (self.inputs + self.columns))
+
+    @property
+    def b(self) -> Tensor:
+        """See the base class."""
+        return self.own_b
+
+    @property
+    def store(self) -> Tensor:  # type: ignore[override]
+        """The dequantized weights and scale x B, [out, in + columns], until another layer is used."""
+        store = self.scratch.view(self.outputs, self.inputs + self.columns, self.own_b)
+        for part in range(len(self.parts)):
+            store[self.parts[part], : self.inputs] = self.weight_of(part)
+        store[:, self.inputs :] = self.own_b
+        return store
+
+    def weight_of(self, part: int) -> Tensor:
+        """Return a projection's dequantized weight [out, in]."""
+        return cast(QuantizedLinear, self.layers[part]).weight_in(self.own_b.dtype)
 
 
 @dataclass
@@ -308,6 +412,7 @@ class DecoderModel:
         device: of the weights.
         kernels: C++ kernels, or None.
         linear: layout of the weights.
+        base: the trainer's frozen weights, used in place of weights of its own.
     """
 
     def __init__(
@@ -317,10 +422,14 @@ class DecoderModel:
         device: torch.device,
         kernels: Kernels | None,
         linear: type[StackedLinear] = StackedLinear,
+        base: FrozenBase | None = None,
     ) -> None:
         self.spec, self.weight_dtype, self.dtype = spec, dtype, compute_dtype(dtype, device)
-        self.device, self.kernels, self.linear = device, kernels, linear
-        self.adapter_dtype = self.dtype if linear is WideLinear else torch.float32
+        self.device, self.kernels, self.base, self.scratch = device, kernels, base, Scratch()
+        quantized = base is not None and any(isinstance(module, QuantizedLinear) for module in base.modules.values())
+        self.stack = QuantizedStack if quantized else linear
+        """Layout of a layer's weights; the head's is `linear`."""
+        self.adapter_dtype = self.dtype if issubclass(self.stack, WideLinear) else torch.float32
         """dtype of the adapters."""
         self.layout = 0
         """Increases when a weight tensor is reallocated, which invalidates CUDA graphs."""
@@ -331,8 +440,14 @@ class DecoderModel:
         with torch.device("meta"):
             reference = Decoder(spec)  # for names and shapes
         self.names: dict[Tensor, str] = {weight: name for name, weight in reference.named_parameters("model")}
-        self.head = linear([spec.vocab], spec.hidden, False, dtype, device, wide=True)
-        self.linears["model.embed_tokens.weight" if spec.tied_head else "lm_head.weight"] = (self.head, 0)
+        head_name = "model.embed_tokens.weight" if spec.tied_head else "lm_head.weight"
+        # On a CPU a tied head has a layout of its own, beside the embedding's.
+        shares_head = base is not None and (linear is WideLinear or not spec.tied_head)
+        shared = Shared(base, [head_name]) if base is not None and shares_head else None
+        self.head = linear([spec.vocab], spec.hidden, False, dtype, device, wide=True, shared=shared)
+        self.linears[head_name] = (self.head, 0)
+        if base is not None and not shares_head:
+            self.head.load(0, base.parameter(head_name).detach())
         self.one_embedding = spec.tied_head and linear is WideLinear and self.head.weight.dtype == self.dtype
         if not self.one_embedding:
             self.embedding = self._vector(reference.embed_tokens)
@@ -359,20 +474,33 @@ class DecoderModel:
 
     def _vector(self, module: nn.Embedding | RMSNorm) -> Tensor:
         """Allocate a module's weight."""
-        vector = torch.empty(module.weight.shape, dtype=self.dtype, device=self.device)
-        self.vectors[self.names[module.weight]] = vector
-        return vector
+        name = self.names[module.weight]
+        if self.base is not None:
+            self.vectors[name] = self.base.use(name)
+        else:
+            self.vectors[name] = torch.empty(module.weight.shape, dtype=self.dtype, device=self.device)
+        return self.vectors[name]
 
     def _linear(self, *parts: nn.Linear) -> StackedLinear:
         """Fuse linear layers that have the same input."""
         widths, inputs, bias = [part.out_features for part in parts], parts[0].in_features, parts[0].bias is not None
-        linear = self.linear(widths, inputs, bias, self.weight_dtype, self.device, wide=False)
-        self.linears.update({self.names[part.weight]: (linear, place) for place, part in enumerate(parts)})
+        names = [self.names[part.weight] for part in parts]
+        shared = None if self.base is None else Shared(self.base, names)
+        linear = self.stack(widths, inputs, bias, self.weight_dtype, self.device, wide=False, shared=shared)
+        if isinstance(linear, QuantizedStack):
+            linear.use(self.scratch)
+        self.linears.update({name: (linear, place) for place, name in enumerate(names)})
         return linear
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy weights in place, by published name. Shapes must match."""
+        """Copy weights in place, by published name. Shapes must match.
+
+        Raises:
+            RuntimeError: the weights are the trainer's.
+        """
         for name, tensor in weights:
+            if self.base is not None:
+                raise RuntimeError(f"{name} was sent to an engine that uses the trainer's own weights")
             if name in self.vectors:
                 copy_rounded(self.vectors[name], tensor, self.weight_dtype)
             linear, part = self.linears.get(name.removesuffix("bias") + "weight" * name.endswith("bias"), (None, 0))
@@ -380,7 +508,13 @@ class DecoderModel:
                 linear.load(part, tensor)
 
     def set_adapters(self, adapters: Mapping[str, Adapter]) -> None:
-        """Replace all adapters, by the name of the weight that they adapt."""
+        """Replace all adapters, by the name of the weight that they adapt.
+
+        Raises:
+            RuntimeError: the base weights are no longer the trainer's (`FrozenBase.check`).
+        """
+        if self.base is not None:
+            self.base.check()
         by_linear: dict[int, dict[int, Adapter]] = {id(linear): {} for linear, _ in self.linears.values()}
         for name, adapter in adapters.items():
             linear, part = self.linears[name]

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 
 from atomrl.engines.batching import ContinuousBatch
 from atomrl.engines.cache import KernelKVCache, KVCache, PagedKVCache
-from atomrl.engines.decoder import DecoderModel, StackedLinear, WideLinear, load_kernels
+from atomrl.engines.decoder import DecoderModel, StackedLinear, WideLinear, compute_dtype, load_kernels
 from atomrl.engines.paged import CUDACapture, PagedBatch, PlainOps, StepOps
 from atomrl.engines.requests import DecodeTime, EngineOptions, RequestEngine, RequestState, StopRule, eos_token_ids
 from atomrl.models.gpt import DecoderSpec, fitting_weights, read_spec, rope_table, unsupported, weight_shapes
@@ -113,10 +113,16 @@ class NativeEngine(RequestEngine):
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         with torch.inference_mode():
             kernels = load_kernels() if use_kernel and has_kernels else None
-            model = DecoderModel(spec, dtype, device, kernels, StackedLinear if ops is None else WideLinear)
-            unused = {"lm_head.weight"} if spec.tied_head else ()  # state dicts contain it nevertheless
-            weights = read_weights(path, trust_remote_code=options.trust_remote_code)
-            model.load(fitting_weights(weights, weight_shapes(spec), unused).items())
+            linear = StackedLinear if ops is None else WideLinear
+            packs = (
+                ops is None and compute_dtype(dtype, device) == torch.bfloat16
+            )  # a layout that only CPU kernels read
+            base = None if packs else options.base
+            model = DecoderModel(spec, dtype, device, kernels, linear, base)
+            if base is None:
+                unused = {"lm_head.weight"} if spec.tied_head else ()  # state dicts contain it nevertheless
+                weights = read_weights(path, trust_remote_code=options.trust_remote_code)
+                model.load(fitting_weights(weights, weight_shapes(spec), unused).items())
             eos = eos_token_ids(base_path(path), config, tokenizer)
             return cls(model, rope_table(config, device), eos, tokenizer, options.max_concurrent_completions, ops)
 

@@ -23,7 +23,7 @@ from atomrl.common.chat_template import special_ids, stop_tokens
 from atomrl.common.errors import did_you_mean
 from atomrl.common.processes import progress
 from atomrl.config import ConfigError
-from atomrl.protocols import RolloutEngine, WeightHash, WeightUpdate
+from atomrl.protocols import FrozenBase, RolloutEngine, WeightHash, WeightUpdate
 from atomrl.tracking.run_directory import installed_version
 from atomrl.types import (
     FinishReason,
@@ -196,6 +196,8 @@ class EngineOptions:
     """Limit for a server's answer."""
     server_weights: str = "files"
     """How weights are sent to servers: `files` or `collective`."""
+    base: FrozenBase | None = None
+    """The trainer's frozen weights. An engine that can use them without a copy does so; others load their own."""
 
 
 @dataclass(frozen=True)

@@ -342,6 +342,8 @@ class GPT(nn.Module):
         self.compute_dtype: torch.dtype | None = None
         """None: compute in the dtype of the weights."""
         self.gradient_checkpointing = False
+        self.is_compiled = False
+        """True after `compile_layers`."""
         self.pack_rows: bool | None = None
         """The config key `model.pack_rows`."""
         self.sharing: Any = None
@@ -436,6 +438,7 @@ class GPT(nn.Module):
         before, after = torch.compile(Layer.before_attention), torch.compile(Layer.after_attention)
         for layer in self.model.layers:
             vars(layer).update(before_attention=partial(before, layer), after_attention=partial(after, layer))
+        self.is_compiled = True
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Compute logits [B, T, V] of tokens [B, T], accumulated in float32."""

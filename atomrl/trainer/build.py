@@ -39,7 +39,7 @@ from atomrl.models.shapes import text_config
 from atomrl.models.transformers_model import check_causal
 from atomrl.objectives import PolicyObjective, PreferenceObjective
 from atomrl.objectives.token_weights import TokenTIS
-from atomrl.protocols import Algorithm, RolloutEngine, TrainingBackend
+from atomrl.protocols import Algorithm, FrozenBase, RolloutEngine, TrainingBackend
 from atomrl.tracking.run_directory import FRESH_MODEL, RunDirectory, is_begun
 from atomrl.types import SAMPLING_KEYS, SamplingParams
 
@@ -177,13 +177,20 @@ def engine_class(rollout: RolloutConfig, path: str, model: ModelConfig) -> tuple
     return (HFEngine if reason else kind), reason
 
 
-def build_engine(config: RunConfig, path: str, tokenizer: Any, cluster: RayCluster | None = None) -> RolloutEngine:
+def build_engine(
+    config: RunConfig,
+    path: str,
+    tokenizer: Any,
+    cluster: RayCluster | None = None,
+    base: FrozenBase | None = None,
+) -> RolloutEngine:
     """Build the engine of a run: in this process, or replicas in Ray actors if there is a `cluster`.
 
     If the config has an environment, the engine is wrapped in an `EpisodeEngine`.
 
     Args:
         path: folder or hub name of the engine's initial weights.
+        base: the trainer's frozen weights, if the trainer is in this process.
 
     Raises:
         ConfigError: as `engine_class`.
@@ -206,6 +213,7 @@ def build_engine(config: RunConfig, path: str, tokenizer: Any, cluster: RayClust
             max_concurrent_completions=rollout.concurrent_completions,
             whole_logprobs=rollout.temperature == 1 and rollout.logprobs_over == "vocabulary",
             gpu_memory_utilization=EngineOptions.gpu_memory_utilization if share == "auto" else share,
+            base=base,
             **rollout.model_dump(
                 include={"tensor_parallel", "engine_args", "server", "server_timeout_s", "server_weights"}
             ),

@@ -21,9 +21,10 @@ from atomrl.config import RunConfig, load_config
 from atomrl.data.checks import repetitions
 from atomrl.data.problems import DataProcessor, PromptStream, load_problems
 from atomrl.data.rows import to_rows
-from atomrl.models.loading import resolve_folder
+from atomrl.models.loading import compute_dtype, model_config_only, resolve_folder
+from atomrl.models.memory import count_parameters
 from atomrl.objectives.base import not_none
-from atomrl.protocols import Algorithm, RewardFunction, RolloutEngine, TrainingBackend, WeightTransfer
+from atomrl.protocols import Algorithm, FrozenBase, RewardFunction, RolloutEngine, TrainingBackend, WeightTransfer
 from atomrl.rewards.compute import build_rewards, first_values, move_models
 from atomrl.rewards.errors import RewardError
 from atomrl.rewards.table import says_right
@@ -278,10 +279,12 @@ class RLRun(PreparedRun):
             if share is not None:
                 lines.append(f"rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g} ({share})")
             for line in lines:
-                log.info(line)
-                self.record.directory.log_file.note(line)
-            engine = build.build_engine(engine_config, self.path, self.tokenizer, self.cluster)
+                self._note(line)
+            base = self.trainer.frozen_base()
+            engine = build.build_engine(engine_config, self.path, self.tokenizer, self.cluster, base)
             stack.callback(engine.close)
+            if config.model.lora is not None:
+                self._note(base_line(config, self.path, base))
         self.engine = engine
         # The source of the step's groups, and the way of new weights to the engine.
         source: GroupSource
@@ -324,6 +327,10 @@ class RLRun(PreparedRun):
             sleeper=engine if takes_turns(config) else None,
             totals=self.save_totals,
         )
+
+    def _note(self, line: str) -> None:
+        log.info(line)
+        self.record.directory.log_file.note(line)
 
     def drawing(self, engine: RolloutEngine) -> dict[str, Any]:
         """Return the arguments that `EngineSource` and `AsyncRolloutSource` share."""
@@ -393,6 +400,18 @@ def describe_problems(name: str, problems: Sequence[Problem], processor: DataPro
         *(f"       {line}" for line in repetitions(problems)),
         f"       prompt tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
     ]
+
+
+def base_line(config: RunConfig, path: str, base: FrozenBase | None) -> str:
+    """Describe whether the engine uses the trainer's base weights below the adapters, or has a copy, and why."""
+    if base is not None and base.bytes:
+        return f"the engine uses the trainer's base weights: {base.bytes / 2**30:.2f} GiB are held once"
+    compute = compute_dtype(config.model.dtype, build.device_name(config.model.device)).itemsize
+    size = count_parameters(model_config_only(path, config.model.trust_remote_code)) * compute / 2**30
+    reason = f"rollout.engine={config.rollout.engine} loads its own"
+    if base is None:
+        reason = "the trainer's are in other processes, compiled, or those of a transformers model"
+    return f"trainer and engine each hold the base weights, {size:.2f} GiB in the engine: {reason}"
 
 
 def batch_lines(config: RunConfig, problems: int) -> list[str]:

@@ -1,0 +1,193 @@
+"""One copy of the frozen base: the engine uses the trainer's weights, and a run computes what it does with two."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import atomrl
+from atomrl.algorithms import objective_of
+from atomrl.backends.base import LocalBackend
+from atomrl.config import LoraConfig, ModelConfig, TrainConfig
+from atomrl.engines.native import NativeEngine
+from atomrl.engines.paged import PlainOps
+from atomrl.engines.requests import EngineOptions
+from atomrl.models.loading import load_tokenizer
+from atomrl.protocols import FrozenBase
+from atomrl.trainer.build import ENGINES
+from atomrl.weight_sync.transfer import InProcessTransfer, WeightMismatch
+from tests.tiny import make_tiny_model
+
+
+class PagedEngine(NativeEngine):
+    """The engine's layout on a GPU, computed by PyTorch."""
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        return super().from_pretrained(*args, ops=PlainOps(), **kwargs)
+
+
+def unlike(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
+    return [len(set(text)) / (1 + len(text)) for text in completions]
+
+
+def run(folder: Path, name: str, model: dict[str, Any], **sections: Any) -> tuple[Any, Any, Any]:
+    """Train three steps. Returns the adapters, the completions, and the metrics that are no times and no memory."""
+    (folder / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}?", "ground_truth": "1"}}\n' for n in range(12)))
+    atomrl.train(
+        {
+            "run_name": name,
+            "output_dir": str(folder / "runs"),
+            "model": {"lora": {"rank": 4, "alpha": 32}, "dtype": "float32", "device": "cpu"} | model,
+            "data": {"train": str(folder / "rows.jsonl")},
+            "rollout": {
+                "prompts_per_step": 4,
+                "completions_per_prompt": 4,
+                "max_completion_tokens": 12,
+                "engine": "native",
+            },
+            "train": {"steps": 3, "learning_rate": 0.01},
+            "eval": {"before": False, "after": False},
+            "algorithm": {"name": "grpo"},
+            **sections,
+        },
+        reward=unlike,
+    )
+    made = folder / "runs" / name
+    [adapters] = (made / "model").glob("adapter*.safetensors")
+    rows = [json.loads(line) for file in sorted(made.glob("rollouts/*/train.jsonl")) for line in file.open()]
+    metrics = [json.loads(line) for line in (made / "metrics.jsonl").open()]
+    told = [{k: v for k, v in row.items() if not k.startswith(("timing", "perf", "time", "memory"))} for row in metrics]
+    return load_file(adapters), [(row["token_ids"], row["advantage"]) for row in rows], told
+
+
+UNTIED = {"architecture": "qwen2", "tie_word_embeddings": False, "hidden_size": 128, "intermediate_size": 256}
+SOME_LAYERS = {"lora": {"rank": 4, "target_modules": ["q_proj", "down_proj"]}}
+
+
+# Quantized weights are multiplied in the paged layout on a CPU, too: there the two differ in the last bits.
+@pytest.mark.parametrize(
+    ("engine", "shape", "model"),
+    [
+        pytest.param(NativeEngine, {}, {}, id="llama"),
+        pytest.param(PagedEngine, {}, {}, id="llama-paged", marks=pytest.mark.slow),
+        pytest.param(
+            NativeEngine, UNTIED, {"gradient_checkpointing": True}, id="checkpointing", marks=pytest.mark.slow
+        ),
+        pytest.param(PagedEngine, UNTIED, {"gradient_checkpointing": True}, id="checkpointing-paged"),
+        pytest.param(NativeEngine, {"architecture": "qwen3"}, SOME_LAYERS, id="some-layers", marks=pytest.mark.slow),
+        pytest.param(PagedEngine, {"architecture": "qwen3"}, SOME_LAYERS, id="some-layers-paged"),
+        pytest.param(PagedEngine, {}, {"dtype": "bfloat16"}, id="bfloat16-paged"),
+        pytest.param(PagedEngine, {}, {"quantization": "int8"}, id="int8-paged"),
+        pytest.param(PagedEngine, UNTIED, {"quantization": "nf4"}, id="nf4-paged"),
+    ],
+)
+def test_one_copy_equals_two(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    engine: type[NativeEngine],
+    shape: dict[str, Any],
+    model: dict[str, Any],
+) -> None:
+    monkeypatch.setitem(ENGINES, "native", engine)
+    path = str(make_tiny_model(tmp_path / "model", **shape))
+    shared: list[FrozenBase | None] = []
+    original = LocalBackend.frozen_base
+    monkeypatch.setattr(LocalBackend, "frozen_base", lambda self: shared.append(original(self)) or shared[-1])
+    one = run(tmp_path, "one", {"path": path} | model)
+    assert shared[0] is not None and shared[0].bytes > 0
+    shared[0].check()
+    monkeypatch.setattr(LocalBackend, "frozen_base", lambda self: None)
+    two = run(tmp_path, "two", {"path": path} | model)
+    assert one[0].keys() == two[0].keys()
+    assert max(float(b.abs().max()) for name, b in one[0].items() if "lora_B" in name)
+    for name, adapter in one[0].items():
+        assert torch.equal(adapter, two[0][name]), name
+    assert one[1] == two[1]
+    assert one[2] == two[2]
+
+
+@pytest.mark.parametrize("kind", [None, "nf4"])
+@pytest.mark.parametrize("engine", [NativeEngine, PagedEngine])
+def test_an_asynchronous_run_samples_from_the_trainers_own_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: type[NativeEngine], kind: str | None
+) -> None:
+    """Adapters are written beside the weights between a forward pass and its backward pass."""
+    monkeypatch.setitem(ENGINES, "native", engine)
+    model = {"path": str(make_tiny_model(tmp_path / "model", **UNTIED)), "quantization": kind}
+    _, completions, _ = run(tmp_path, "one", model, asynchronous={"max_staleness": 1})
+    assert len(completions) == 48  # each transfer has compared the hashes of what the engine uses
+    assert "are held once" in (tmp_path / "runs" / "one" / "log.txt").read_text()
+
+
+def backend_and_engine(folder: Path, quantization: str | None) -> tuple[LocalBackend, NativeEngine, int]:
+    """Return a trainer, an engine on its weights, and the bytes that the engine would need for its own."""
+    path = str(make_tiny_model(folder / "model", **UNTIED))
+    model = ModelConfig(path=path, dtype="float32", lora=LoraConfig(rank=4), quantization=quantization)
+    backend = LocalBackend(model, TrainConfig(), objective_of({"name": "grpo"}).resolved(), total_updates=2)
+    base = backend.frozen_base()
+    assert base is not None
+    options = EngineOptions(torch.float32, "cpu", 8, base=base)
+    return backend, PagedEngine.from_pretrained(path, load_tokenizer(path), options), base.bytes
+
+
+def storages(*holders: Any) -> int:
+    """Sum of the bytes of all tensors that these objects reach, each storage once."""
+    seen: dict[int, int] = {}
+    reached: set[int] = set()
+    stack = list(holders)
+    while stack:
+        each = stack.pop()
+        if id(each) in reached:
+            continue
+        reached.add(id(each))
+        if isinstance(each, torch.Tensor):
+            seen[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+        elif isinstance(each, dict):
+            stack += each.values()
+        elif isinstance(each, list | tuple):
+            stack += each
+        elif type(each).__module__.startswith(("atomrl", "torch.nn", "peft")) and hasattr(each, "__dict__"):
+            stack += vars(each).values()
+    return sum(seen.values())
+
+
+@pytest.mark.parametrize("kind", [None, "int8", "nf4"])
+def test_base_weights_are_held_once(tmp_path: Path, kind: str | None) -> None:
+    backend, engine, copy = backend_and_engine(tmp_path, kind)
+    trainer = storages(backend.policy.model)
+    InProcessTransfer(backend, engine)(1)
+    adapters = sum(p.nbytes for p in backend.policy.model.parameters() if p.requires_grad)
+    together = storages(backend.policy.model, engine.model)
+    scratch = 0 if kind is None else 4 * 512 * (128 + 16)  # gate and up with the columns of their adapters
+    # The engine adds A and B with their ranks padded to 16 columns, and stacked biases.
+    assert together - trainer < 4 * adapters + scratch + 8192 < copy
+
+
+def test_a_stray_write_into_the_base_is_found_at_the_next_transfer(tmp_path: Path) -> None:
+    backend, engine, _ = backend_and_engine(tmp_path, None)
+    transfer = InProcessTransfer(backend, engine)
+    transfer(1)
+    with torch.no_grad():
+        next(p for name, p in backend.policy.model.named_parameters() if "gate_proj.base" in name)[3, 3] += 1
+    with pytest.raises(WeightMismatch, match=r"gate_proj"):
+        transfer(2)
+
+
+def test_weights_that_were_moved_away_end_the_run(tmp_path: Path) -> None:
+    backend, engine, _ = backend_and_engine(tmp_path, None)
+    backend.policy.model.to(torch.float64)
+    with pytest.raises(RuntimeError, match="no longer those of the rollout engine"):
+        InProcessTransfer(backend, engine)(1)
+
+
+def test_the_trainer_goes_on_after_the_engine_is_closed(tmp_path: Path) -> None:
+    backend, engine, _ = backend_and_engine(tmp_path, None)
+    tokens = torch.arange(3, 20)[None]
+    before = backend.policy.model.forward_hidden(tokens)
+    engine.close()
+    backend.save(tmp_path / "saved")
+    assert torch.equal(backend.policy.model.forward_hidden(tokens), before)
