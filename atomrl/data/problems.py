@@ -56,7 +56,7 @@ Scored = tuple[tuple[PromptContent, float], ...]
 score 1 if good, -1 if bad. A demonstration may be messages, of which the first and the last are the assistant's, with
 those of an environment between them; other keys of a message (calls, thoughts) stay."""
 COMPLETIONS, TOOLS = "completions", "tools"
-"""Columns of a demonstration or a preference: its completions, and the JSON schemas of its tools, if any."""
+"""Columns: the completions of a demonstration or a preference; the JSON schemas of a row's tools, if any."""
 Convert = Callable[[str, Mapping[str, Any]], Problem]
 """(place, row) -> problem; raises DataError, without the place, if the row is invalid."""
 
@@ -232,6 +232,7 @@ def problem_reader(config: DataConfig) -> Convert:
         prompt = with_system(row, check_prompt(_lookup(row, config.prompt_field, "data.prompt_field")))
         used, name = {config.prompt_field, config.data_source_field}, config.answer_field
         check_used(row, [config.prompt_field, config.answer_field or ""], prompt, None)
+        check_tools(row.get(TOOLS))
 
         # The ground truth: a field, or the part of it that the pattern matches.
         answer = None
@@ -412,7 +413,7 @@ def _objects(name: str, value: Any) -> list[dict[str, Any]]:
     if isinstance(value, str) and value.strip():
         with reraise_as(DataError, f"{name} must be a list of objects, or its JSON", ValueError):
             value = json.loads(value)
-    items = value if isinstance(value, list) else [value] if value else []
+    items = [*value] if isinstance(value, list | tuple) else [value] if value else []
     items = [_objects(name, item)[0] if isinstance(item, str) and item.strip() else item for item in items]
     if not all(isinstance(item, Mapping) for item in items):
         raise DataError(f"{name} must be a list of objects")
@@ -665,8 +666,18 @@ class DataProcessor:
         return messages
 
     def tools_of(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
-        """Return the tools in a problem's prompt: the run's, else those of its row (demonstrations and preferences)."""
-        return self.tools or (problem.columns.get(TOOLS) or () if COMPLETIONS in problem.columns else ())
+        """Return the tools in a problem's prompt: the run's, or those of its row.
+
+        Raises:
+            DataError: both have tools.
+        """
+        own = check_tools(problem.columns.get(TOOLS))
+        if own and self.tools:
+            raise DataError(
+                f"{problem.problem_id}: column {TOOLS!r}: the run has tools of its own (section tools), and only these "
+                "can be called: remove or rename the column"
+            )
+        return self.tools or own
 
     def rendered(self, prompt: str | Sequence[Message], place: str, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Render a prompt, or the beginning of a conversation, with the chat template and its generation prompt.

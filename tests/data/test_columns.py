@@ -128,7 +128,7 @@ def test_marks_of_another_template_are_warned_of(caplog, tmp_path, template):
         tokenizer.chat_template = None
     rows = load(tmp_path, "rl", RL, {**RL, "prompt": "<start_of_turn>user\nhi<end_of_turn>"}).problems
     with caplog.at_level(logging.WARNING):
-        DataProcessor(tokenizer, DataConfig(train="d.jsonl")).token_ids(rows)
+        DataProcessor(tokenizer, DataConfig(train="d.jsonl")).lengths(rows)
     [warning] = [record.getMessage() for record in caplog.records]
     assert "d.jsonl:2" in warning and "<start_of_turn>" in warning and "another model" in warning
 
@@ -154,3 +154,15 @@ def test_prompts_are_tokenized_in_chunks_of_the_same_result(tmp_path, monkeypatc
     monkeypatch.setattr("atomrl.data.problems.AT_ONCE", 3)
     processor = DataProcessor(make_tokenizer(), DataConfig(train="d.jsonl"))
     assert processor.lengths(problems) == whole
+
+
+def test_tools_of_rl_rows_are_rendered(tmp_path):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    problems = load(tmp_path, "rl", RL, {**RL, "tools": tools}, {**RL, "tools": json.dumps(tools)}).problems
+    processor = DataProcessor(family_tokenizer("chatml"), DataConfig(train="d.jsonl"))
+    texts = [processor.rendered(each.prompt, each.problem_id, processor.tools_of(each)) for each in problems]
+    assert ['"add"' in text for text in texts] == [False, True, True]
+    with pytest.raises(DataError, match="tools of its own"):
+        DataProcessor(family_tokenizer("chatml"), DataConfig(train="d.jsonl"), tools=tools).lengths(problems)
+    with pytest.raises(DataError, match="d.jsonl:1: field 'tools'"):
+        load(tmp_path, "rl", {**RL, "tools": ["add"]})
