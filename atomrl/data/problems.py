@@ -182,9 +182,7 @@ def read_source(
             yield replace(raw, place=folder + raw.place) if folder else raw
 
 
-def to_problems(
-    rows: Iterable[RawRow], convert: Convert, limit: int | None = None
-) -> tuple[StoredProblems, list[str]]:
+def to_problems(rows: Iterable[RawRow], convert: Convert, limit: int | None = None) -> tuple[StoredProblems, list[str]]:
     """Convert rows to problems, up to `limit`. Also return a line for each invalid row: place and reason."""
     errors: list[str] = []
 

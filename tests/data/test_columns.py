@@ -164,5 +164,5 @@ def test_tools_of_rl_rows_are_rendered(tmp_path):
     assert ['"add"' in text for text in texts] == [False, True, True]
     with pytest.raises(DataError, match="tools of its own"):
         DataProcessor(family_tokenizer("chatml"), DataConfig(train="d.jsonl"), tools=tools).lengths(problems)
-    with pytest.raises(DataError, match="d.jsonl:1: field 'tools'"):
+    with pytest.raises(DataError, match=r"d\.jsonl:1: field 'tools'"):
         load(tmp_path, "rl", {**RL, "tools": ["add"]})

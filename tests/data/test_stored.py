@@ -20,7 +20,9 @@ VALUES = [
 def test_problems_come_back_as_they_were(monkeypatch, in_memory):
     monkeypatch.setattr(stored, "IN_MEMORY", in_memory)
     given = [
-        Problem(problem_id=f"a:{n}", prompt=({"role": "user", "content": "?"},), ground_truth=value, columns={"v": value})
+        Problem(
+            problem_id=f"a:{n}", prompt=({"role": "user", "content": "?"},), ground_truth=value, columns={"v": value}
+        )
         for n, value in enumerate(VALUES)
     ]
     problems = StoredProblems(given)
