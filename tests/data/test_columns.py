@@ -159,10 +159,12 @@ def test_prompts_are_tokenized_in_chunks_of_the_same_result(tmp_path, monkeypatc
 def test_tools_of_rl_rows_are_rendered(tmp_path):
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     problems = load(tmp_path, "rl", RL, {**RL, "tools": tools}, {**RL, "tools": json.dumps(tools)}).problems
-    processor = DataProcessor(family_tokenizer("chatml"), DataConfig(train="d.jsonl"))
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[-1].content }}"
+    processor = DataProcessor(tokenizer, DataConfig(train="d.jsonl"))
     texts = [processor.rendered(each.prompt, each.problem_id, processor.tools_of(each)) for each in problems]
     assert ['"add"' in text for text in texts] == [False, True, True]
     with pytest.raises(DataError, match="tools of its own"):
-        DataProcessor(family_tokenizer("chatml"), DataConfig(train="d.jsonl"), tools=tools).lengths(problems)
+        DataProcessor(tokenizer, DataConfig(train="d.jsonl"), tools=tools).lengths(problems)
     with pytest.raises(DataError, match=r"d\.jsonl:1: field 'tools'"):
         load(tmp_path, "rl", {**RL, "tools": ["add"]})
