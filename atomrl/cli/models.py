@@ -153,9 +153,9 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple
     check_outcome(config)
     processor = build_processor(config, tokenizer)
     check_writable(out)
-    prompts = processor.token_ids(processor.filter_overlong(report.problems))
+    _, lengths = processor.filter_overlong(report.problems)
     prefix = tokenizer.encode(response_prefix, add_special_tokens=False)
-    config = within_context(config, min(max(map(len, prompts)), processor.max_prompt_tokens) + len(prefix))
+    config = within_context(config, min(max(lengths), processor.max_prompt_tokens) + len(prefix))
     engine = build_engine(config, model_path(config), tokenizer)
     try:
         return evaluate(engine, report.problems, processor, rewards, eval_sampling(config), response_prefix), config

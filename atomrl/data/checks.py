@@ -37,7 +37,7 @@ class DataReport:
     """All rows, invalid ones included."""
     errors: list[str]
     """One line per invalid row: file, line and reason."""
-    problems: list[Problem]
+    problems: Sequence[Problem]
     """The valid rows, as a run sees them."""
     against: str | Path | None = None
     overlap: tuple[tuple[str, str], ...] = ()

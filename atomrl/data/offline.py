@@ -749,7 +749,9 @@ class TokenizedSamples:
                 items.append((text, "\n" if before == "" else before or ""))
         fronts = {before: token_ids(tokenizer, before) for before in {before for _, before in items}}
         texts = [before + text for text, before in items]
-        encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        # masks would take as long as the ids
+        options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+        encoded = tokenizer(texts, add_special_tokens=False, **options)["input_ids"] if texts else []
         ids_by_piece: list[list[int]] = []
         for (text, before), ids in zip(items, encoded, strict=True):
             front = fronts[before]

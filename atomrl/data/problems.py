@@ -14,7 +14,7 @@ import random
 import re
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
@@ -25,6 +25,7 @@ from atomrl.common.chat_template import FOREIGN_MARK, NO_TEMPLATE, check_kwargs,
 from atomrl.common.errors import did_you_mean, reraise_as
 from atomrl.data.columns import check_used, message_weight, with_system
 from atomrl.data.files import DataError, DataNotHere, RawRow, error_list, find_hub_source, hub_rows, read_rows
+from atomrl.data.stored import StoredProblems
 from atomrl.data.tasks import GENERATORS, Draw, find_completions, generate, is_generator
 from atomrl.types import Message, Problem, Prompt
 
@@ -55,7 +56,7 @@ Scored = tuple[tuple[PromptContent, float], ...]
 score 1 if good, -1 if bad. A demonstration may be messages, of which the first and the last are the assistant's, with
 those of an environment between them; other keys of a message (calls, thoughts) stay."""
 COMPLETIONS, TOOLS = "completions", "tools"
-"""Columns of a demonstration or a preference: its completions, and the JSON schemas of its tools, if any."""
+"""Columns: the completions of a demonstration or a preference; the JSON schemas of a row's tools, if any."""
 Convert = Callable[[str, Mapping[str, Any]], Problem]
 """(place, row) -> problem; raises DataError, without the place, if the row is invalid."""
 
@@ -66,7 +67,7 @@ class LoadReport:
 
     source: str
     """Name of the file, files or generator."""
-    problems: list[Problem]
+    problems: StoredProblems
     errors: list[str] = field(default_factory=list)
     """One line (place and reason) for each skipped row, with `on_bad_row: skip`."""
     draw: Draw | None = None
@@ -103,7 +104,7 @@ def load_problems(
     source: str | list[str] | None
     source, size = (config.train, config.train_size) if split == "train" else (config.eval, config.eval_size)
     if source is None:
-        return LoadReport(source="none", problems=[])
+        return LoadReport(source="none", problems=StoredProblems())
     name, draw, limit = source if isinstance(source, str) else ", ".join(source), None, None
     rows: Iterable[RawRow]
     if is_generator(source):
@@ -181,24 +182,30 @@ def read_source(
             yield replace(raw, place=folder + raw.place) if folder else raw
 
 
-def to_problems(rows: Iterable[RawRow], convert: Convert, limit: int | None = None) -> tuple[list[Problem], list[str]]:
+def to_problems(rows: Iterable[RawRow], convert: Convert, limit: int | None = None) -> tuple[StoredProblems, list[str]]:
     """Convert rows to problems, up to `limit`. Also return a line for each invalid row: place and reason."""
-    problems: list[Problem] = []
     errors: list[str] = []
-    for raw in rows:
-        try:
-            if raw.row is None:
-                raise DataError(raw.error)
-            problems.append(convert(raw.place, raw.row))
-        except DataError as error:
-            errors.append(f"{raw.place}: {error}")
-        if limit is not None and len(problems) >= limit:
-            break
-    # Give every problem all columns: a reward may ask for any of them.
-    names = dict.fromkeys(name for problem in problems for name in problem.columns)
-    if any(len(problem.columns) < len(names) for problem in problems):
-        problems = [replace(each, columns={name: each.columns.get(name) for name in names}) for each in problems]
-    return problems, errors
+
+    def converted() -> Iterator[Problem]:
+        count, told = 0, time.monotonic()
+        for number, raw in enumerate(rows, start=1):
+            try:
+                if raw.row is None:
+                    raise DataError(raw.error)
+                problem = convert(raw.place, raw.row)
+            except DataError as error:
+                errors.append(f"{raw.place}: {error}")
+            else:
+                count += 1
+                yield problem
+            if limit is not None and count >= limit:
+                break
+            if number % AT_ONCE == 0 and time.monotonic() - told > PROGRESS_S:
+                told = time.monotonic()
+                log.info("read %d rows, up to %s", number, raw.place)
+
+    # Every problem gets all columns: a reward may ask for any of them.
+    return StoredProblems(converted()), errors
 
 
 def problem_reader(config: DataConfig) -> Convert:
@@ -223,6 +230,7 @@ def problem_reader(config: DataConfig) -> Convert:
         prompt = with_system(row, check_prompt(_lookup(row, config.prompt_field, "data.prompt_field")))
         used, name = {config.prompt_field, config.data_source_field}, config.answer_field
         check_used(row, [config.prompt_field, config.answer_field or ""], prompt, None)
+        check_tools(row.get(TOOLS))
 
         # The ground truth: a field, or the part of it that the pattern matches.
         answer = None
@@ -403,7 +411,7 @@ def _objects(name: str, value: Any) -> list[dict[str, Any]]:
     if isinstance(value, str) and value.strip():
         with reraise_as(DataError, f"{name} must be a list of objects, or its JSON", ValueError):
             value = json.loads(value)
-    items = value if isinstance(value, list) else [value] if value else []
+    items = [*value] if isinstance(value, list | tuple) else [value] if value else []
     items = [_objects(name, item)[0] if isinstance(item, str) and item.strip() else item for item in items]
     if not all(isinstance(item, Mapping) for item in items):
         raise DataError(f"{name} must be a list of objects")
@@ -414,7 +422,7 @@ _END = "atomrl-end-of-words"  # marks a place in a rendered template
 
 
 class DataProcessor:
-    """Encodes prompts with one tokenizer and one data config. Each problem is tokenized once.
+    """Encodes prompts with one tokenizer and one data config.
 
     - Messages are rendered by the tokenizer's chat template, and so is text if there is a template (as a user message).
       The tokenizer adds no special tokens to it. Text that already contains the template, up to the generation prompt,
@@ -460,64 +468,87 @@ class DataProcessor:
                 check_kwargs(tokenizer, config.chat_template_kwargs)
         self.template_kwargs: dict[str, Any] = {**config.chat_template_kwargs}
         """Variables of the chat template, for other renderings in the same run."""
+        self.today = today
         if today is not None:
             self.template_kwargs["strftime_now"] = today.strftime
         self.tools, self.opening = [dict(tool) for tool in tools], opening
         self._prefix = _leading_tokens(tokenizer)
-        self._cache: dict[int, tuple[Problem, Sequence[int], str]] = {}
         self._warned = False
         self._marks = turn_marks(tokenizer, self.template_kwargs)
         self._own_marks = set(self._marks.special if self.has_template else tokenizer.get_vocab())
 
-    def to_prompts(self, items: Sequence[tuple[str, Problem]]) -> list[Prompt]:
+    def to_prompts(self, items: Sequence[tuple[str, Problem]], drop: bool = False) -> list[Prompt]:
         """Encode (prompt id, problem) pairs, in order.
+
+        Args:
+            drop: leave out prompts over the limit, where `overlong_prompt` is `drop`.
 
         Raises:
             DataError: the template refuses a prompt, or one is over the limit and `overlong_prompt` is `drop`
-                (`filter_overlong` removes those).
+                (`filter_overlong` removes those), or with `drop` all are.
         """
         prompts = []
         encoded = self._encode([problem for _, problem in items])
         for (prompt_id, problem), (ids, opening) in zip(items, encoded, strict=True):
             limited = self.cut(ids)
-            if limited is None:
+            if limited is not None:
+                prompts.append(Prompt(prompt_id=prompt_id, problem=problem, token_ids=tuple(limited), opening=opening))
+            elif not drop:
                 limit = self.max_prompt_tokens
                 raise DataError(f"{problem.problem_id}: {len(ids)} prompt tokens, more than {limit}; remove it")
-            prompts.append(Prompt(prompt_id=prompt_id, problem=problem, token_ids=tuple(limited), opening=opening))
+        if items and not prompts:
+            raise self._all_overlong(len(items))
         return prompts
 
-    def filter_overlong(self, problems: Sequence[Problem], source: str = "") -> list[Problem]:
-        """Return the problems to use: with `overlong_prompt: drop` those whose prompt has at most `max_prompt_tokens`.
+    def filter_overlong(
+        self, problems: Sequence[Problem], source: str = "", lengths: Sequence[int] | None = None
+    ) -> tuple[Sequence[Problem], Sequence[int]]:
+        """Return the problems to use, and their numbers of prompt tokens before the limit.
 
-        With `truncate` all problems are used, and overlong prompts lose their first tokens in `to_prompts`.
+        With `overlong_prompt: drop` these are the ones whose prompt has at most `max_prompt_tokens`. With `truncate`
+        all problems are used, and overlong prompts lose their first tokens in `to_prompts`.
 
         Args:
             source: name of the data, for a warning with the number of overlong prompts; "" for none.
+            lengths: what `lengths` returned for these problems; None computes it.
 
         Raises:
             DataError: no problem is left.
         """
-        encoded = [ids for ids, _ in self._encode(problems)]
-        usable = [problem for problem, ids in zip(problems, encoded, strict=True) if self.cut(ids) is not None]
-        if problems and not usable:
-            raise DataError(
-                f"all {len(problems)} prompts are longer than {self.max_prompt_tokens} tokens (data.max_prompt_tokens, "
-                "or what a completion leaves of the model's context); set data.overlong_prompt=truncate"
-            )
-        overlong = sum(len(ids) > self.max_prompt_tokens for ids in encoded)
+        lengths = self.lengths(problems) if lengths is None else lengths
+        limit, drops = self.max_prompt_tokens, self.config.overlong_prompt == "drop"
+        overlong = sum(length > limit for length in lengths)
+        if problems and drops and overlong == len(problems):
+            raise self._all_overlong(len(problems))
         if overlong and source:
-            action = "dropped" if self.config.overlong_prompt == "drop" else "truncated to their last tokens"
-            log.warning("%s: %d prompts over %d tokens were %s", source, overlong, self.max_prompt_tokens, action)
-        return usable
+            action = "dropped" if drops else "truncated to their last tokens"
+            log.warning("%s: %d prompts over %d tokens were %s", source, overlong, limit, action)
+        if not (overlong and drops):
+            return problems, lengths
+        kept = [place for place, length in enumerate(lengths) if length <= limit]
+        chosen = problems.select(kept) if isinstance(problems, StoredProblems) else [problems[place] for place in kept]
+        return chosen, array("i", (lengths[place] for place in kept))
 
-    def token_ids(self, problems: Sequence[Problem]) -> list[Sequence[int]]:
-        """Encode prompts without the length limit."""
-        return [ids for ids, _ in self._encode(problems)]
+    def _all_overlong(self, count: int) -> DataError:
+        return DataError(
+            f"all {count} prompts are longer than {self.max_prompt_tokens} tokens (data.max_prompt_tokens, "
+            "or what a completion leaves of the model's context); set data.overlong_prompt=truncate"
+        )
+
+    def lengths(self, problems: Sequence[Problem]) -> array[int]:
+        """Return the number of tokens of each prompt, before the limit. Every prompt is rendered and checked."""
+        lengths, told = array("i"), time.monotonic()
+        for start in range(0, len(problems), AT_ONCE):
+            lengths.extend(len(ids) for ids, _ in self._encode(problems[start : start + AT_ONCE]))
+            if time.monotonic() - told > PROGRESS_S:
+                told = time.monotonic()
+                log.info("tokenized %d of %d prompts", len(lengths), len(problems))
+        return lengths
 
     def within_limit(self, problems: Sequence[Problem]) -> list[Sequence[int] | None]:
-        """Encode prompts with the length limit, without caching. Overlong ones are None, or their last tokens if
+        """Encode prompts with the length limit. Overlong ones are None, or their last tokens if
         `overlong_prompt` is `truncate`."""
-        return [self.cut(ids) for ids, _ in self._encode(problems, cached=False)]
+        return [self.cut(ids) for ids, _ in self._encode(problems)]
 
     def cut(self, ids: Sequence[int]) -> Sequence[int] | None:
         """Apply the length limit to a prompt's tokens; see `within_limit`."""
@@ -525,35 +556,31 @@ class DataProcessor:
             return None
         return ids[-self.max_prompt_tokens :]
 
-    def _encode(self, problems: Sequence[Problem], cached: bool = True) -> list[tuple[Sequence[int], str]]:
-        """Return the token ids of each prompt, and the text with which it begins the assistant's turn."""
-        # Keyed by identity, since ids are unique within one data set only; the entry keeps the problem alive.
-        cache = self._cache if cached else {}
-        new = list({id(problem): problem for problem in problems if id(problem) not in cache}.values())
-        told = time.monotonic()
-        for start in range(0, len(new), AT_ONCE):
-            self._encode_new(new[start : start + AT_ONCE], cache)
-            if time.monotonic() - told > PROGRESS_S:
-                told = time.monotonic()
-                log.info("tokenized %d of %d prompts", min(start + AT_ONCE, len(new)), len(new))
-        return [cache[id(problem)][1:] for problem in problems]
+    @property
+    def settings(self) -> str:
+        """What prompts depend on besides the problems and the tokenizer, as JSON."""
+        shown = {**self.template_kwargs, "strftime_now": self.today and self.today.date()}
+        own = [self.system_prompt, self.has_template, shown, self.tools, self.opening]
+        return json.dumps(own, sort_keys=True, default=str)
 
-    def _encode_new(self, new: Sequence[Problem], cache: dict[int, tuple[Problem, Sequence[int], str]]) -> None:
-        """Encode some problems in one call of the tokenizer, and add them to a cache."""
+    def _encode(self, problems: Sequence[Problem]) -> list[tuple[Sequence[int], str]]:
+        """Return the token ids of each prompt, and the text with which it begins the assistant's turn."""
+        problems = [*problems]
         # The text of each prompt: as it is, after the system prompt, or rendered by the chat template.
-        bare = [self.is_bare(problem) for problem in new]
+        bare = [self.is_bare(problem) for problem in problems]
         front = "" if self.system_prompt is None else f"{self.system_prompt}\n\n"
         texts = [
             f"{front}{problem.prompt}"
             if is_bare
             else self.rendered(problem.prompt, problem.problem_id, self.tools_of(problem))
-            for problem, is_bare in zip(new, bare, strict=True)
+            for problem, is_bare in zip(problems, bare, strict=True)
         ]
 
         # One call for all texts: fast tokenizers encode a batch in parallel.
         options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
         encoded = self.tokenizer(texts, add_special_tokens=False, **options)["input_ids"] if texts else []
-        for problem, text, is_bare, ids in zip(new, texts, bare, encoded, strict=True):
+        prompts: list[tuple[Sequence[int], str]] = []
+        for problem, text, is_bare, ids in zip(problems, texts, bare, encoded, strict=True):
             if is_bare and ids[: len(self._prefix)] != self._prefix:
                 ids = self._prefix + ids
             if not ids:
@@ -563,8 +590,8 @@ class DataProcessor:
                     f"{problem.problem_id}: the prompt ends with an assistant message, which completions "
                     "continue: if it is the answer, remove it from the prompt"
                 )
-            opening = self._turn_opening(problem.prompt, text)
-            cache[id(problem)] = (problem, array("i", ids), opening)  # 4 bytes per token, where a list has 8 and more
+            prompts.append((ids, self._turn_opening(problem.prompt, text)))
+        return prompts
 
     def is_bare(self, problem: Problem) -> bool:
         """Return True if a prompt is used without rendering it. Warns once if one contains tokens of the template.
@@ -637,8 +664,18 @@ class DataProcessor:
         return messages
 
     def tools_of(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
-        """Return the tools in a problem's prompt: the run's, else those of its row (demonstrations and preferences)."""
-        return self.tools or (problem.columns.get(TOOLS) or () if COMPLETIONS in problem.columns else ())
+        """Return the tools in a problem's prompt: the run's, or those of its row.
+
+        Raises:
+            DataError: both have tools.
+        """
+        own = check_tools(problem.columns.get(TOOLS))
+        if own and self.tools:
+            raise DataError(
+                f"{problem.problem_id}: column {TOOLS!r}: the run has tools of its own (section tools), and only these "
+                "can be called: remove or rename the column"
+            )
+        return self.tools or own
 
     def rendered(self, prompt: str | Sequence[Message], place: str, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Render a prompt, or the beginning of a conversation, with the chat template and its generation prompt.
@@ -734,11 +771,11 @@ class PromptStream:
         ids = {problem.problem_id for problem in problems}
         if len(ids) < len(problems):
             raise DataError(f"problem ids must be unique: {len(problems)} problems have {len(ids)} ids")
-        self.problems = tuple(problems)
+        self.problems = problems
         self.seed = seed
         self.shuffle = shuffle
         self.position = 0
-        self._order: tuple[int, list[int]] = (-1, [])
+        self._order: tuple[int, MutableSequence[int]] = (-1, [])
 
     def take(self, count: int) -> list[tuple[str, Problem]]:
         """Return the next `count` problems, each with its prompt id `epoch:problem_id`; a batch may cross epochs."""
@@ -749,7 +786,7 @@ class PromptStream:
         """Return the problem at a position since the start of the run, with its prompt id."""
         epoch, index = divmod(position, len(self.problems))
         if self._order[0] != epoch:
-            order = list(range(len(self.problems)))
+            order = array("q", range(len(self.problems)))  # 8 bytes each, where a list has 40
             if self.shuffle:
                 digest = hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=8).digest()
                 random.Random(int.from_bytes(digest, "little")).shuffle(order)
@@ -760,8 +797,8 @@ class PromptStream:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of the problems in order; checkpoints store it to detect changed data."""
-        digest = hashlib.blake2b(digest_size=16)
+        digest, encoder = hashlib.blake2b(digest_size=16), json.JSONEncoder(sort_keys=True, default=str)
         for each in self.problems:
             content = [each.problem_id, each.prompt, each.ground_truth, each.data_source, dict(each.columns)]
-            digest.update(json.dumps(content, sort_keys=True, default=str).encode() + b"\n")
+            digest.update(encoder.encode(content).encode() + b"\n")
         return digest.hexdigest()

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -531,7 +532,7 @@ def check_outcome(config: RunConfig) -> None:
         )
 
 
-def check_columns(config: RunConfig, problems: Sequence[Problem]) -> None:
+def check_columns(config: RunConfig, *splits: Sequence[Problem]) -> None:
     """Check that the data have the columns that the environment reads.
 
     Those are `problem.columns["name"]` in the source of a user's own environment, and the parameters of `reset` of
@@ -548,8 +549,10 @@ def check_columns(config: RunConfig, problems: Sequence[Problem]) -> None:
         function = function.reset  # type: ignore[attr-defined]
         parameter = [*inspect.signature(function).parameters, "", ""][1]  # after self
     reads = subscripts(function, f"{parameter}.columns")
-    for columns in dict.fromkeys(tuple(problem.columns) for problem in problems):
-        place = next(problem.problem_id for problem in problems if tuple(problem.columns) == columns)
+    places: dict[tuple[str, ...], str] = {}
+    for problem in chain(*splits):
+        places.setdefault(tuple(problem.columns), problem.problem_id)
+    for columns, place in places.items():
         if config.tools:
             with reraise_as(ConfigError, f"tools: {place}", ValueError):
                 check_rows(settings.args["tools"], columns)

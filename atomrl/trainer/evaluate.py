@@ -115,8 +115,7 @@ def evaluate(
     """
     if not problems:
         raise ValueError("no problems to evaluate")
-    short_enough = processor.filter_overlong(problems)
-    prompts = processor.to_prompts([(f"eval:{problem.problem_id}", problem) for problem in short_enough])
+    prompts = processor.to_prompts([(f"eval:{problem.problem_id}", problem) for problem in problems], drop=True)
     tokenizer = processor.tokenizer
     if response_prefix:
         forced = tuple(tokenizer.encode(response_prefix, add_special_tokens=False))

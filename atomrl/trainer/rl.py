@@ -8,8 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from itertools import chain
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.batches import AdvantageBatch, RowBatch, concat_turns
@@ -21,6 +23,7 @@ from atomrl.config import RunConfig, load_config
 from atomrl.data.checks import repetitions
 from atomrl.data.problems import DataProcessor, PromptStream, load_problems
 from atomrl.data.rows import to_rows
+from atomrl.data.stored import read_lengths, write_lengths
 from atomrl.models.loading import compute_dtype, model_config_only, resolve_folder
 from atomrl.models.memory import count_parameters
 from atomrl.objectives.base import not_none
@@ -28,6 +31,7 @@ from atomrl.protocols import Algorithm, FrozenBase, RewardFunction, RolloutEngin
 from atomrl.rewards.compute import build_rewards, first_values, move_models
 from atomrl.rewards.errors import RewardError
 from atomrl.rewards.table import says_right
+from atomrl.tracking.checkpoints import tokenizer_identity
 from atomrl.tracking.recorder import Recorder
 from atomrl.trainer import build
 from atomrl.trainer.base import Evaluation, PreparedRun, identity
@@ -213,23 +217,36 @@ class RLRun(PreparedRun):
         self.processor = build.processor(config, self.tokenizer, build.prompt_limit(config, path))
 
         # Problems, and whether rewards and environment have the columns that they need.
-        held_out, train = (load_problems(config.data, split, config.seed) for split in ("eval", "train"))
-        self.held_out = self.processor.filter_overlong(held_out.problems, held_out.source)
-        problems = self.processor.filter_overlong(train.problems, train.source)
+        self._measured: dict[Path, tuple[str, Sequence[int]]] = {}
+        """File -> its key and the numbers of tokens of all prompts, to be written when the run has a folder."""
+        self.held_out, self._held_out_lengths = self._load(config, "eval")
+        problems, self._lengths = self._load(config, "train")
         self.stream = PromptStream(problems, seed=config.seed, shuffle=config.data.shuffle)
         check_held_out(config, problems, self.held_out)
-        self.rewards.check_sources([*problems, *self.held_out])
-        check_columns(config, [*problems, *self.held_out])
+        self.rewards.check_sources(chain(problems, self.held_out))
+        check_columns(config, problems, self.held_out)
         if config.environment is None:
             self.rewards.try_functions(problems[0])
 
         # The number of steps may depend on the number of problems, and the checks of sizes on the steps.
         self.config = build.with_steps(config, len(problems))
-        check_row_limit([len(ids) for ids in self.processor.token_ids(problems)], config.train.max_row_tokens)
+        check_row_limit(self._lengths, config.train.max_row_tokens)
         check_group_size(self.algorithm, config.rollout.completions_per_prompt)
         check_temperature(config)
         if config.rollout.source == "pool":
             check_pool(config, self.pool_identity)
+
+    def _load(self, config: RunConfig, split: Literal["train", "eval"]) -> tuple[Sequence[Problem], Sequence[int]]:
+        """Return the problems of a split whose prompts are short enough, and the numbers of tokens of these."""
+        report = load_problems(config.data, split, config.seed)
+        file = config.run_dir / f"prompt_lengths.{split}"
+        versions = [version(name) for name in ("transformers", "tokenizers")]
+        key = repr([report.problems.digest, tokenizer_identity(self.tokenizer), self.processor.settings, *versions])
+        lengths = read_lengths(file, key, len(report.problems))
+        if lengths is None:
+            lengths = self.processor.lengths(report.problems)
+            self._measured[file] = key, lengths
+        return self.processor.filter_overlong(report.problems, report.source, lengths)
 
     @property
     def function_sources(self) -> Mapping[str, str]:
@@ -256,8 +273,9 @@ class RLRun(PreparedRun):
         return self.identity | sampling | judged
 
     def describe_data(self) -> Sequence[str]:
-        held_out = describe_problems("eval", self.held_out, self.processor) if self.held_out else ["eval: none"]
-        return [*describe_problems("train", self.stream.problems, self.processor), *held_out]
+        lengths = self._held_out_lengths
+        held_out = describe_problems("eval", self.held_out, lengths) if self.held_out else ["eval: none"]
+        return [*describe_problems("train", self.stream.problems, self._lengths), *held_out]
 
     def describe_batch(self) -> Sequence[str]:
         """Describe prompts x completions -> rows -> optimizer steps -> micro-batches, passes, engine."""
@@ -266,6 +284,8 @@ class RLRun(PreparedRun):
 
     def open(self, stack: ExitStack) -> RolloutTraining:
         config, progress = self.config, self.progress
+        for file, (key, lengths) in self._measured.items():
+            write_lengths(file, key, lengths)
         stack.callback(self.rewards.close)
         stack.callback(self.save_totals)
         if self.cluster is not None and "reward" in self.cluster.wanted:
@@ -391,10 +411,10 @@ class RLRun(PreparedRun):
         return Evaluation(result.metrics(), known, result.rows)
 
 
-def describe_problems(name: str, problems: Sequence[Problem], processor: DataProcessor) -> list[str]:
+def describe_problems(name: str, problems: Sequence[Problem], prompt_tokens: Sequence[int]) -> list[str]:
     """Describe a split: number of problems, their sources, prompt lengths."""
     sources = Counter(problem.data_source for problem in problems)
-    lengths = sorted(len(ids) for ids in processor.token_ids(problems))
+    lengths = sorted(prompt_tokens)
     return [
         f"{name}: {len(problems)} problems ({', '.join(f'{source} x{count}' for source, count in sources.items())})",
         *(f"       {line}" for line in repetitions(problems)),

@@ -128,7 +128,7 @@ def test_marks_of_another_template_are_warned_of(caplog, tmp_path, template):
         tokenizer.chat_template = None
     rows = load(tmp_path, "rl", RL, {**RL, "prompt": "<start_of_turn>user\nhi<end_of_turn>"}).problems
     with caplog.at_level(logging.WARNING):
-        DataProcessor(tokenizer, DataConfig(train="d.jsonl")).token_ids(rows)
+        DataProcessor(tokenizer, DataConfig(train="d.jsonl")).lengths(rows)
     [warning] = [record.getMessage() for record in caplog.records]
     assert "d.jsonl:2" in warning and "<start_of_turn>" in warning and "another model" in warning
 
@@ -150,7 +150,21 @@ def test_equal_errors_are_one_line_with_the_key_to_set(tmp_path):
 
 def test_prompts_are_tokenized_in_chunks_of_the_same_result(tmp_path, monkeypatch):
     problems = load(tmp_path, "rl", *[{**RL, "prompt": f"{n}+1="} for n in range(7)]).problems
-    whole = DataProcessor(make_tokenizer(), DataConfig(train="d.jsonl")).token_ids(problems)
+    whole = DataProcessor(make_tokenizer(), DataConfig(train="d.jsonl")).lengths(problems)
     monkeypatch.setattr("atomrl.data.problems.AT_ONCE", 3)
     processor = DataProcessor(make_tokenizer(), DataConfig(train="d.jsonl"))
-    assert [*map(list, processor.token_ids(problems))] == [*map(list, whole)]
+    assert processor.lengths(problems) == whole
+
+
+def test_tools_of_rl_rows_are_rendered(tmp_path):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    problems = load(tmp_path, "rl", RL, {**RL, "tools": tools}, {**RL, "tools": json.dumps(tools)}).problems
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[-1].content }}"
+    processor = DataProcessor(tokenizer, DataConfig(train="d.jsonl"))
+    texts = [processor.rendered(each.prompt, each.problem_id, processor.tools_of(each)) for each in problems]
+    assert ['"add"' in text for text in texts] == [False, True, True]
+    with pytest.raises(DataError, match="tools of its own"):
+        DataProcessor(tokenizer, DataConfig(train="d.jsonl"), tools=tools).lengths(problems)
+    with pytest.raises(DataError, match=r"d\.jsonl:1: field 'tools'"):
+        load(tmp_path, "rl", {**RL, "tools": ["add"]})

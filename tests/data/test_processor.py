@@ -1,6 +1,8 @@
-"""Prompts as token ids: the template once, one BOS at most, system prompts, the length limit, nothing twice."""
+"""Prompts as token ids: the template once, one BOS at most, system prompts, the length limit."""
 
 from __future__ import annotations
+
+from array import array
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -126,7 +128,7 @@ def test_a_last_message_of_the_assistant_is_continued_and_said(caplog):
 def test_overlong_prompts_are_dropped_or_truncated_and_counted(caplog):
     rows = [make_problem("a " * length, str(length)) for length in (1, 3, 4, 9, 2)]
     dropping = DataProcessor(make_tokenizer(), config(max_prompt_tokens=3))
-    assert [s.problem_id for s in dropping.filter_overlong(rows, "d.jsonl")] == ["1", "3", "2"]
+    assert [s.problem_id for s in dropping.filter_overlong(rows, "d.jsonl")[0]] == ["1", "3", "2"]
     assert "d.jsonl: 2 prompts over 3 tokens were dropped" in caplog.text
     with pytest.raises(DataError, match="9: 9 prompt"):
         dropping.to_prompts([("0", rows[3])])
@@ -134,7 +136,7 @@ def test_overlong_prompts_are_dropped_or_truncated_and_counted(caplog):
         dropping.filter_overlong(rows[3:4])
 
     truncating = DataProcessor(make_tokenizer(), config(max_prompt_tokens=3, overlong_prompt="truncate"))
-    assert truncating.filter_overlong(rows, "t.jsonl") == rows
+    assert truncating.filter_overlong(rows, "t.jsonl") == (rows, array("i", [1, 3, 4, 9, 2]))
     assert "t.jsonl: 2 prompts over 3 tokens were truncated" in caplog.text
     assert words(truncating, "a b c d") == ["b c d"]
     assert words(DataProcessor(make_tokenizer(), config(), max_prompt_tokens=4), "a b c d") == ["a b c d"]
@@ -145,22 +147,19 @@ def test_a_prompt_without_tokens_is_an_error():
         words(DataProcessor(make_tokenizer(), config()), "\u200a")
 
 
-def test_nothing_is_tokenised_twice(monkeypatch):
+def test_a_batch_is_tokenized_in_one_call(monkeypatch):
     processor = DataProcessor(make_tokenizer("<s> $A"), config())
     seen: list[str] = []
     original = PreTrainedTokenizerFast.__call__
 
     def spy(self, texts, **keys):
-        seen.extend(texts)
+        seen.append(texts)
         return original(self, texts, **keys)
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", spy)
     rows = [make_problem("a b", "1"), make_problem("c", "2")]
-    processor.filter_overlong(rows)
     batch = processor.to_prompts([("0:1", rows[0]), ("0:2", rows[1]), ("1:1", rows[0])])
-    assert seen == ["a b", "c"]
+    assert seen == [["a b", "c", "a b"]]
     assert [prompt.prompt_id for prompt in batch] == ["0:1", "0:2", "1:1"]
     assert [prompt.problem for prompt in batch] == [rows[0], rows[1], rows[0]]
-    assert batch[0].token_ids == batch[2].token_ids == (1, 3, 4)
-    same_id = make_problem("d", "1")  # of another data set
-    assert processor.to_prompts([("0", same_id)])[0].token_ids == (1, 6)
+    assert [prompt.token_ids for prompt in batch] == [(1, 3, 4), (1, 5), (1, 3, 4)]

@@ -1,0 +1,183 @@
+"""Rows of large data sets, kept as bytes (`StoredProblems`), and the lengths of their prompts in the run's folder.
+
+A problem as Python objects takes about 1.5 KB besides its text, so 2 million of them would fill the memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import marshal
+import sys
+import tempfile
+import threading
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from atomrl.common.errors import reraise_as
+from atomrl.common.files import write_bytes
+from atomrl.data.files import DataError
+from atomrl.types import Problem
+
+IN_MEMORY = 256 << 20
+"""Bytes of a data set that are kept in memory; more go to a temporary file."""
+HEAD = 32
+"""Bytes of the hash at the start of a file of lengths."""
+PLAIN = (str, int, float, bool, bytes, type(None))
+
+
+class Records:
+    """Byte strings in order, of which the file system keeps those beyond `IN_MEMORY`.
+
+    Example:
+        >>> records = Records()
+        >>> records.append(b"ab"), records.append(b"c"), records[0], len(records)
+        (None, None, b'ab', 2)
+    """
+
+    def __init__(self) -> None:
+        self._starts = array("Q", [0])
+        self._file = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY)  # noqa: SIM115 - it lives as long as the object
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def append(self, record: bytes) -> None:
+        """Add a record.
+
+        Raises:
+            DataError: the disk is full.
+        """
+        with self._lock, reraise_as(DataError, f"rows cannot be written to {tempfile.gettempdir()} (TMPDIR)", OSError):
+            self._file.seek(self._starts[-1])
+            self._file.write(record)
+            self._starts.append(self._starts[-1] + len(record))
+
+    def __getitem__(self, place: int) -> bytes:
+        start, end = self._starts[place], self._starts[place + 1]
+        with self._lock:
+            self._file.seek(start)
+            return self._file.read(end - start)
+
+
+class StoredProblems(Sequence[Problem]):
+    """Problems in order, each built anew when it is read. All have the columns of all.
+
+    Example:
+        >>> problems = StoredProblems([Problem(problem_id=f"a:{n}", prompt="2+2=", ground_truth=4) for n in (1, 2)])
+        >>> problems[1].problem_id, len(problems), len(problems.select([1]))
+        ('a:2', 2, 1)
+    """
+
+    def __init__(self, problems: Iterable[Problem] = ()) -> None:
+        self._records, self._digest = Records(), hashlib.blake2b(digest_size=16)
+        self._objects: dict[int, Problem] = {}
+        """Problems with other values than those of JSON, such as dates of Parquet files."""
+        self._columns: dict[str, None] = {}
+        self._lengths: set[int] = set()
+        self._chosen: Sequence[int] | None = None
+        """Places of a selection in the records; None for all."""
+        for problem in problems:
+            self._append(problem)
+
+    def _append(self, problem: Problem) -> None:
+        content = (
+            problem.problem_id, problem.prompt, problem.ground_truth, problem.data_source, dict(problem.columns)
+        )  # fmt: skip
+        # Version 2 of the format writes equal content as equal bytes, which the digest needs.
+        record = marshal.dumps(content, 2) if _is_plain(content) else b""
+        if not record:
+            self._objects[len(self._records)] = problem
+        self._digest.update(record or repr(problem).encode(errors="surrogatepass"))
+        self._records.append(record)
+        self._columns |= dict.fromkeys(problem.columns)
+        self._lengths.add(len(problem.columns))
+
+    @property
+    def digest(self) -> str:
+        """Hash of the problems and their order."""
+        chosen = b"" if self._chosen is None else array("Q", self._chosen).tobytes()
+        return hashlib.blake2b(self._digest.digest() + chosen, digest_size=16).hexdigest()
+
+    def select(self, places: Iterable[int]) -> StoredProblems:
+        """Return some of the problems, which share the memory of all."""
+        selection = StoredProblems()
+        selection.__dict__ |= self.__dict__
+        selection._chosen = array("Q", (places if self._chosen is None else (self._chosen[place] for place in places)))
+        return selection
+
+    def __len__(self) -> int:
+        return len(self._records if self._chosen is None else self._chosen)
+
+    @overload
+    def __getitem__(self, place: int) -> Problem: ...
+    @overload
+    def __getitem__(self, place: slice) -> StoredProblems: ...
+    def __getitem__(self, place: int | slice) -> Problem | StoredProblems:
+        within = range(len(self))[place]
+        if isinstance(within, range):
+            return self if len(within) == len(self) and within.step == 1 else self.select(within)
+        at = within if self._chosen is None else self._chosen[within]
+        problem = self._objects.get(at) or _problem(self._records[at])
+        if len(self._lengths) > 1 or len(problem.columns) < len(self._columns):
+            columns = {name: problem.columns.get(name) for name in self._columns}
+            return Problem(
+                problem_id=problem.problem_id, prompt=problem.prompt, ground_truth=problem.ground_truth,
+                data_source=problem.data_source, columns=columns,
+            )  # fmt: skip
+        return problem
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and [*self] == [*other]
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _problem(record: bytes) -> Problem:
+    # only bytes that this process has written: marshal is no format for files of others
+    name, prompt, truth, source, columns = marshal.loads(record)
+    return Problem(problem_id=name, prompt=prompt, ground_truth=truth, data_source=source, columns=columns)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return True if marshal gives back exactly the same value (of a subclass or an array it gives another type)."""
+    kind = type(value)
+    if kind in PLAIN:
+        return True
+    if kind is dict:
+        return all(type(key) in PLAIN and _is_plain(item) for key, item in value.items())
+    return (kind is list or kind is tuple) and all(map(_is_plain, value))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# A file with the number of tokens of each prompt, so that a resumed run need not tokenize the data set again.
+
+
+def write_lengths(path: Path, key: str, lengths: Sequence[int]) -> None:
+    """Write numbers of tokens, with a key that names what they depend on."""
+    body = _little_endian(array("i", lengths)).tobytes()
+    write_bytes(path, _head(key, body) + body)
+
+
+def read_lengths(path: Path, key: str, count: int) -> Sequence[int] | None:
+    """Read what `write_lengths` wrote; None if there is no file of this key and number, or it is damaged."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    body = content[HEAD:]
+    if len(body) != 4 * count or content[:HEAD] != _head(key, body):
+        return None
+    return _little_endian(array("i", body))
+
+
+def _head(key: str, body: bytes) -> bytes:
+    return hashlib.blake2b(key.encode() + b"\0" + body, digest_size=HEAD).digest()
+
+
+def _little_endian(values: array[int]) -> array[int]:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
