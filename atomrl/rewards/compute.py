@@ -475,7 +475,8 @@ def name_functions(functions: Iterable[AnyReward | str]) -> tuple[list[str], dic
 
     Returns:
         (names, local). A built-in keeps its name; an importable function gets its dotted path; any other its plain
-        name, with a number if it is already used. `local` maps names to the functions that exist in this process only:
+        name, with a number if it is already used, and with `__main__:` in front if it is the name of a built-in, for
+        which another process would take it. `local` maps names to the functions that exist in this process only:
         lambdas, closures, functions of `__main__`, and callable objects.
 
     Example:
@@ -493,7 +494,8 @@ def name_functions(functions: Iterable[AnyReward | str]) -> tuple[list[str], dic
         name = importable_name(function)
         if name is None:
             base = getattr(function, "__name__", type(function).__name__)
-            name = _unique_name(base if base.isidentifier() else "reward", names)
+            base = base if base.isidentifier() else "reward"
+            name = _unique_name(f"__main__:{base}" if base in REWARDS or base in CLASSES else base, names)
             local[name] = function
         names.append(name)
     return names, local
