@@ -242,8 +242,7 @@ def find_scorer(
         function=function,
         style=style,
         args=dict(args),
-        in_process=(local and built_in is None)
-        or (built_in is not None and built_in not in POOLED),
+        in_process=(local and built_in is None) or (built_in is not None and built_in not in POOLED),
         by_row=(style == "compute_score" and not _is_async(function)) or built_in in REWARDS,
         timeout_s=timeout_s,
         messages=completions == "messages" or (completions is None and bool(expects_messages)),

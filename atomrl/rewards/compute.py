@@ -284,7 +284,7 @@ class Rewards:
                         scorer, Outage(f"the service of reward {task.part!r}", self.wait_s, "reward.wait_s")
                     )
                     try:
-                        pauses.append(outages[scorer].pause_s(score.message))
+                        pauses.append(outages[scorer].pause_s(without_secrets(score.message)))
                     except ServiceGone as gone:
                         raise RewardStop(str(gone)) from None
                     continue

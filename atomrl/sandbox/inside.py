@@ -207,7 +207,11 @@ class CallChannel:
         if name in ("StopIteration", "StopAsyncIteration"):
             raise SolutionStopped(f"{name}: {text}")
         kind = getattr(builtins, name, None)
-        if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError | ExceptionGroup):
+        if (
+            isinstance(kind, type)
+            and issubclass(kind, Exception)
+            and not issubclass(kind, UnicodeError | ExceptionGroup)
+        ):
             raise kind(text)
         raise RuntimeError(f"{name}: {text}")
 
