@@ -196,7 +196,7 @@ def test_a_worker_is_killed_for_memory_before_the_trainer():
     ("def f(x):\n    return True", {"fn_name": "f", "inputs": [[1]], "outputs": [1]}, 0.0),
     ("def f(x):\n    return [1, 0]", {"fn_name": "f", "inputs": [[1]], "outputs": [[True, False]]}, 0.0),
     ("def f(x):\n    return {'a': True}", {"fn_name": "f", "inputs": [[1]], "outputs": [{"a": True}]}, 1.0),
-    ("def f(x):\n    return [float('nan'), 1.0]", {"fn_name": "f", "inputs": [[1]], "outputs": [[float("nan"), 1]]}, 1.0),
+    ("def f(x):\n    return [0.1 * float('nan')]", {"fn_name": "f", "inputs": [[1]], "outputs": [[[float("nan")]]]}, 1.0),
 ])  # fmt: skip
 def test_what_passes_the_tests_of_a_program(program, tests, score):
     assert code([""], [f"```python\n{program}\n```\n"], [tests], sandbox="none") == [score]
