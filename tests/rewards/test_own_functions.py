@@ -1,4 +1,4 @@
-"""Functions of the user's own: what they may change, raise, return and be called, and what their messages may contain."""
+"""Functions of the user's own: what they may change, raise, return and be called, and what their messages contain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 
 from atomrl.common import errors as outages
 from atomrl.config import RewardConfig
-from atomrl.rewards.calling import _warned
 from atomrl.rewards.compute import build_rewards, name_functions
 from atomrl.rewards.errors import RewardStop
 from atomrl.rewards.programs import code
@@ -157,10 +156,10 @@ def test_torch_settings_are_restored_and_the_reward_is_named(change, caplog):
         return [1.0] * len(completions)
 
     before = settings()
-    _warned.clear()
+    setting.__name__ = f"sets_{change.__code__.co_firstlineno}"  # a reward is named once for each setting
     with caplog.at_level(logging.WARNING):
         assert values(build(setting)(rollouts({"a": ["x"]}))) == ((1.0,),)
-    assert settings() == before and "reward 'setting' has set torch's" in caplog.text
+    assert settings() == before and f"reward '{setting.__name__}' has set torch's" in caplog.text
 
 
 def test_secrets_in_messages_are_redacted_before_they_are_cut(monkeypatch, caplog):
@@ -196,7 +195,7 @@ def test_a_worker_is_killed_for_memory_before_the_trainer():
     ("def f(x):\n    return True", {"fn_name": "f", "inputs": [[1]], "outputs": [1]}, 0.0),
     ("def f(x):\n    return [1, 0]", {"fn_name": "f", "inputs": [[1]], "outputs": [[True, False]]}, 0.0),
     ("def f(x):\n    return {'a': True}", {"fn_name": "f", "inputs": [[1]], "outputs": [{"a": True}]}, 1.0),
-    ("def f(x):\n    return [0.1 * float('nan')]", {"fn_name": "f", "inputs": [[1]], "outputs": [[[float("nan")]]]}, 1.0),
+    ("def f(x):\n    return [float('nan')]", {"fn_name": "f", "inputs": [[1]], "outputs": [[[float("nan")]]]}, 1.0),
 ])  # fmt: skip
 def test_what_passes_the_tests_of_a_program(program, tests, score):
     assert code([""], [f"```python\n{program}\n```\n"], [tests], sandbox="none") == [score]
