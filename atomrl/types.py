@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 # --------------------------------------------------------------------------------------------------------------------
 # Episodes
 
-FailureKind = Literal["timeout", "error", "crash", "invalid", "away"]
+FailureKind = Literal["timeout", "error", "crash", "invalid", "away", "busy"]
 """Failure of a reward or an environment.
 
 - `timeout`: the time limit passed
 - `error`: it raised an exception
 - `crash`: its process died
 - `invalid`: a result that is not a finite number, or the wrong number of results
-- `away`: a service is unavailable. Runs wait for the service, so no trajectory has this failure.
+- `away`: a service is unavailable. If it answers other calls, the failure becomes an `error`; else the run waits for it
+- `busy`: a service asks to repeat the call later, as with status 429 or 503. The run waits for it
 """
 Role = Literal["", "tool", "user"]
 Ended = Literal["environment", "turns", "length", "abort", "failed"]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from atomrl.common.errors import did_you_mean, reraise_as
+from atomrl.common.secrets import without_secrets
 from atomrl.common.terminal import printable_output
 
 Run = Callable[[argparse.Namespace], int]
@@ -172,7 +173,7 @@ def fill_parser(parser: argparse.ArgumentParser, path: Sequence[str]) -> Run:
 
 def fail(message: str) -> int:
     """Print a message on stderr, and return the exit code of a user error."""
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {without_secrets(message)}", file=sys.stderr)
     return USER_ERROR
 
 

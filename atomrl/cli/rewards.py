@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -48,6 +49,9 @@ def add_reward(parser: argparse.ArgumentParser) -> Run:
     add("file", metavar="FILE|RUN", type=Path, help="JSONL with prompt, completion, ground_truth; or a run's folder")
     add("arguments", nargs="*", metavar="key=value", help="arguments of the reward, if there is only one")
     add("--out", type=Path, metavar="FILE", help="write the completions with their rewards to this JSONL file")
+    add(
+        "--json", action="store_true", help="print the summary of a FILE as one JSON object, and nothing else on stdout"
+    )
     add("--timeout-s", type=float, default=10.0, help="for one completion (10)")
     add("--workers", type=int, default=2, help="processes (2)")
     add = parser.add_argument_group("completions of a run").add_argument
@@ -63,6 +67,8 @@ def score_completions(arguments: argparse.Namespace) -> int:
     if arguments.file.suffix in (".yaml", ".yml") or arguments.name.endswith((".yaml", ".yml")):
         raise ValueError("atomrl reward scores completions; a reward model is trained by `atomrl train CONFIG`")
     if arguments.file.is_dir():
+        if arguments.json:
+            raise ValueError(f"--json needs a file of completions; {arguments.file} is a folder")
         for option, default in OF_RUNS.items():
             if getattr(arguments, option) is None:
                 setattr(arguments, option, default)
@@ -89,6 +95,13 @@ def score_file(arguments: argparse.Namespace) -> int:
     seconds = time.perf_counter() - started
     if out is not None:
         write_jsonl([with_rewards(row, one) for (row, _), one in zip(rows, scored, strict=True)], out)
+    if arguments.json:
+        print(
+            json.dumps(
+                figures(scored, seconds) | {"totals": rewards.totals(), "out": None if out is None else str(out)}
+            )
+        )
+        return 0
     print(summary(scored, rewards.seconds, seconds))
     if totals := rewards.totals():
         print("\n" + "\n".join(f"{name}: {value:g}" for name, value in totals.items()))
@@ -175,6 +188,26 @@ def with_rewards(row: dict[str, Any], scored: Trajectory) -> dict[str, Any]:
     columns = {key: value for key, value in row.items() if key != "reward_failures"}
     rewards = {"reward": scored.reward, "reward_parts": dict(scored.reward_parts)}
     return columns | rewards | ({"reward_failures": failures} if failures else {})
+
+
+def figures(scored: Sequence[Trajectory], seconds: float) -> dict[str, Any]:
+    """Return the summary of scored completions as JSON-ready values: for `reward` (the sum) and each part the number of
+    values, their mean, minimum and maximum, and failures by kind."""
+    columns = {"reward": [one.reward for one in scored]}
+    for name in dict.fromkeys(name for one in scored for name in one.reward_parts):
+        columns[f"reward/{name}"] = [one.reward_parts.get(name) for one in scored]
+    kinds = Counter((f"reward/{failure.reward}", failure.kind) for one in scored for failure in one.reward_failures)
+    rewards = {}
+    for name, column in columns.items():
+        values = [value for value in column if value is not None]
+        rewards[name] = {
+            "values": len(values),
+            "mean": sum(values) / len(values) if values else None,
+            "min": min(values, default=None),
+            "max": max(values, default=None),
+            "failures": {kind: count for (of, kind), count in sorted(kinds.items()) if of == name},
+        }
+    return {"completions": len(scored), "seconds": round(seconds, 3), "rewards": rewards}
 
 
 def summary(scored: Sequence[Trajectory], row_seconds: Sequence[float], seconds: float) -> str:

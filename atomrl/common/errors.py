@@ -20,6 +20,7 @@ from email.utils import parsedate_to_datetime
 from typing import ClassVar
 
 from atomrl.common.processes import progress, wait_for_service
+from atomrl.common.secrets import without_secrets
 
 # --------------------------------------------------------------------------------------------------------------------
 # Messages
@@ -73,7 +74,7 @@ def did_you_mean(name: str, known: Iterable[str], what: str = "valid:", cutoff: 
 
 
 def describe_error(error: BaseException, place: bool = False) -> str:
-    """Format the type and message of an exception, even if its `__str__` raises.
+    """Format the type and message of an exception, even if its `__str__` raises, with known secrets redacted.
 
     Args:
         place: append the file and line that raised it.
@@ -88,7 +89,7 @@ def describe_error(error: BaseException, place: bool = False) -> str:
         text = f"(its __str__ raises {type(another).__name__})"
     frames = traceback.extract_tb(error.__traceback__) if place else []
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return replace_surrogates(f"{type(error).__name__}: {text[:300]}{where}")
+    return replace_surrogates(f"{type(error).__name__}: {without_secrets(text)[:300]}{where}")
 
 
 def replace_surrogates(text: str) -> str:
@@ -133,6 +134,9 @@ _NAMED = {
     "grpc": ("FutureTimeoutError",),
 }
 """Errors of clients that may not be installed, by top-level module."""
+
+_WITH_CODE = ("urllib", "google", "tornado")
+"""Top-level modules of clients whose errors have the HTTP status in `code`."""
 
 
 class ServiceGone(Exception):
@@ -229,13 +233,16 @@ def is_away(error: BaseException) -> bool:
         >>> is_away(ConnectionRefusedError()), is_away(ValueError("no number"))
         (True, False)
     """
+    return any(map(_is_away, _causes(error)))
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and the errors that caused it."""
     seen: BaseException | None = error
     while seen is not None:
-        if _is_away(seen):
-            return True
+        yield seen
         reason = getattr(seen, "reason", None)  # urllib's URLError
         seen = reason if isinstance(reason, BaseException) else seen.__cause__
-    return False
 
 
 def _is_away(error: BaseException) -> bool:
@@ -250,15 +257,36 @@ def _is_away(error: BaseException) -> bool:
     return any(kind.__name__ in _NAMED.get(kind.__module__.partition(".")[0], ()) for kind in type(error).__mro__)
 
 
+def is_busy(error: BaseException) -> bool:
+    """Return True if a service, or a proxy in front of it, says that it cannot answer now: a temporary status other
+    than 500. Other errors of `is_away` may be due to the request itself, if the service answers others.
+
+    Example:
+        >>> import urllib.error
+        >>> is_busy(urllib.error.HTTPError("http://h", 503, "", {}, None)), is_busy(ConnectionResetError())
+        (True, False)
+    """
+    return any((status := status_of(each)) and is_temporary(status) and status != 500 for each in _causes(error))
+
+
 def is_temporary(status: int) -> bool:
     """Return True if an HTTP status means that the same request may succeed later."""
     return status in BUSY or status >= 500
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status of a client's error; None if it has none."""
+    """Return the HTTP status of a client's error; None if it has none.
+
+    The attribute `code` counts only in errors of `_WITH_CODE`: `SystemExit` and a user's own errors have one too.
+
+    Example:
+        >>> import urllib.error
+        >>> status_of(urllib.error.HTTPError("http://h", 503, "", {}, None)), status_of(SystemExit(500))
+        (503, None)
+    """
     for holder in (error, getattr(error, "response", None)):
-        for name in ("status_code", "status", "code"):
+        coded = any(kind.__module__.partition(".")[0] in _WITH_CODE for kind in type(holder).__mro__)
+        for name in ("status_code", "status", *(["code"] if coded else [])):
             value = getattr(holder, name, None)
             if isinstance(value, int) and not isinstance(value, bool) and 300 <= value <= 599:
                 return value

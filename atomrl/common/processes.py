@@ -117,6 +117,8 @@ LOAD_LIMIT_S = 300.0
 MAX_LOAD_CRASHES = 4
 """Consecutive workers that end while they import, after which the import counts as the cause."""
 PROCESS_ENDED = "its process ended (by os._exit, a signal, or out of memory)"
+_KILLED_FIRST = "1000"
+"""Highest value of `oom_score_adj`. The programs that a worker starts inherit it."""
 _FLUSH_S = 0.005
 _CHUNK_BYTES, _MAX_CHUNKS = 1 << 16, 64
 
@@ -216,6 +218,9 @@ class WorkerPool(Generic[Worker]):
     def start_worker(self) -> Worker:
         """Start another worker."""
         worker = self.kind.start(self.module)
+        # Without enough memory, the kernel should kill a worker, which is replaced, and not the trainer.
+        with suppress(OSError):  # not Linux, or it has ended already
+            Path(f"/proc/{worker.process.pid}/oom_score_adj").write_text(_KILLED_FIRST)
         self.workers.append(worker)
         return worker
 

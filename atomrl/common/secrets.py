@@ -7,7 +7,7 @@ everything that is derived from the config.
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 MASK = "[secret-left-out]"
@@ -44,6 +44,49 @@ _USER = re.compile(r"(?<=://)(?!git@)[^/@\s]+(?=@)")
 _QUERY = re.compile(rf"(?i)([?&;][\w.-]*(?:{_ENDS}|sig|signature|code)=)([^&;#\s]+)")
 _OPTION = re.compile(rf"(?i)((?:^|\s)-{{0,2}}[\w-]*(?:{_ENDS})[\"']?\s*[=:]\s*)(.+)")
 _FLAG = re.compile(rf"(?i)--?[\w-]*(?:{_ENDS})")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Known secrets in any text: in the message of an error, for example.
+
+SECRET_WORDS = r"token|secret|password|passwd|credential|api[_-]?key"
+"""Words in the names of variables and options that have secrets, as a pattern."""
+MIN_SECRET = 8
+"""Minimum length of a secret; shorter values of variables with such names are flags and numbers."""
+_registered: set[str] = set()
+
+
+def register_secrets(secrets: Iterable[str]) -> None:
+    """Register secrets of a config, so that `without_secrets` removes them too."""
+    _registered.update(value for value in secrets if len(value) >= MIN_SECRET)
+
+
+def without_secrets(text: str) -> str:
+    """Redact the values of environment variables that contain secrets, and the secrets of the config.
+
+    Apply it before a text is cut: the rest of a secret would not be recognised.
+
+    Example:
+        >>> os.environ["JUDGE_API_KEY"] = "abcd-1234"
+        >>> without_secrets("401 for key abcd-1234")
+        '401 for key [redacted]'
+        >>> del os.environ["JUDGE_API_KEY"]
+    """
+    for value in sorted([*secret_variables().values(), *_registered], key=len, reverse=True):
+        text = text.replace(value, "[redacted]")
+    return text
+
+
+def secret_variables() -> dict[str, str]:
+    """Return the environment variables whose names say that they contain secrets."""
+    return {name: value for name, value in os.environ.items() if len(value) >= MIN_SECRET and _SECRET_NAME.search(name)}
+
+
+_SECRET_NAME = re.compile(rf"(?i)(?:{SECRET_WORDS}|[_-]key)s?(?:$|_)")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Secrets in a config.
 
 
 def mask_secrets(tree: Any, key: str = "") -> Any:

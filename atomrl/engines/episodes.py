@@ -21,6 +21,7 @@ from atomrl.common.chat_template import (
     tokenize_continuation,
 )
 from atomrl.common.processes import progress
+from atomrl.common.secrets import without_secrets
 from atomrl.config import EnvironmentConfig
 from atomrl.engines.sampling import seed_at
 from atomrl.environments.pool import Answer, EnvironmentPool
@@ -571,7 +572,7 @@ class EpisodeEngine(RolloutEngine):
                 opening=episode.opening,
                 outcome=answer.outcome,
                 failure=answer.failure,
-                message=answer.message,
+                message=without_secrets(answer.message),
             ),
         )
 

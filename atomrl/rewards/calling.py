@@ -7,17 +7,20 @@ returns, and `RewardPool` runs calls in worker processes, so that no reward can 
 import asyncio
 import hashlib
 import inspect
+import logging
 import math
 import multiprocessing.connection
 import os
 import re
+import sys
 import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Collection, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from itertools import islice, takewhile
 from multiprocessing.connection import Connection
 from numbers import Real
@@ -26,7 +29,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import ValidationError
 
-from atomrl.common.errors import describe_error, is_away, nearest
+from atomrl.common.errors import describe_error, is_away, is_busy, nearest
 from atomrl.common.functions import subscripts
 from atomrl.common.processes import (
     LOAD_LIMIT_S,
@@ -37,11 +40,12 @@ from atomrl.common.processes import (
     seed_everything,
     send_answer,
 )
-from atomrl.common.secrets import mask_secrets
+from atomrl.common.secrets import mask_secrets, register_secrets, secrets_of, without_secrets
 from atomrl.rewards.errors import NoScore, RewardError, RewardStop
 from atomrl.rewards.table import CLASSES, POOLED, REWARDS, AnyReward, find_reward, importable_name
-from atomrl.types import FailureKind, Trajectory
+from atomrl.types import FailureKind, Problem, Trajectory
 
+log = logging.getLogger(__name__)
 STANDARD_COLUMNS = ("prompts", "completions", "ground_truth", "data_source", "completion_tokens", "completion_ids")
 """Arguments that every reward of the style `columns` receives besides the data's own columns. `completion_ids` is
 passed only to functions that name it."""
@@ -59,6 +63,8 @@ class Scorer:
 
     name: str
     """Name for `find_reward`, or the label of a function that exists in this process only."""
+    built_in: str | None
+    """Key of `REWARDS` or `CLASSES`; None for a function of the user's own, whatever its name."""
     function: AnyReward
     style: Style
     args: Mapping[str, Any]
@@ -97,30 +103,62 @@ class Task:
         """Return one task per completion."""
         return [replace(self, rows=[row]) for row in self.rows]
 
+    def alone(self, row: int) -> Self:
+        """Return a call for the completion of one row, which needs no other one's data."""
+        columns = {name: [values[row]] for name, values in self.columns.items()}
+        return replace(self, rows=[0], trajectories=[self.trajectories[row]], columns=columns)
+
     def payload(self) -> dict[str, Any]:
-        """Return the call's data: fresh lists, so that a reward that mutates them cannot affect another one.
+        """Return the call's data. A reward of the user's own gets lists and dicts of its own for each completion, so
+        that changes to them affect neither another completion, nor another reward, nor the problem.
 
         `seed` depends on the first trajectory only, so a reward that draws random numbers is reproducible.
         """
         items = self.items
         digest = hashlib.blake2b(items[0].trajectory_id.encode(), digest_size=4).digest()
         seed = int.from_bytes(digest, "little")
+        own = copied if self.scorer.built_in is None else lambda value: value
         if self.scorer.style == "trajectories":
+            if self.scorer.built_in is None:
+                items = [replace(item, problem=_copied_problem(item.problem)) for item in items]
             return {"trajectories": items, "seed": seed}
+        names = [name for name in self.columns if self.scorer.style == "columns" or name in VERL_PARAMETERS]
         prompts = [item.problem.prompt for item in items]
         ids = [list(item.token_ids[item.prompt_tokens :]) for item in items] if self.scorer.ids else []
         return {
-            "prompts": [p if isinstance(p, str) else [dict(message) for message in p] for p in prompts],
+            "prompts": [p if isinstance(p, str) else [own(dict(message)) for message in p] for p in prompts],
             "completions": [
                 [{"role": "assistant", "content": item.turn}]
                 if self.scorer.messages and not isinstance(item.problem.prompt, str)
                 else item.turn
                 for item in items
             ],
-            "columns": {name: [values[row] for row in self.rows] for name, values in self.columns.items()}
+            "columns": {name: [own(self.columns[name][row]) for row in self.rows] for name in names}
             | ({"completion_ids": ids} if self.scorer.ids else {}),
             "seed": seed,
         }
+
+
+def copied(value: Any) -> Any:
+    """Copy the lists, tuples, sets and dicts of a value, at any depth. What is in them is shared, and not copied.
+
+    Example:
+        >>> tests = {"inputs": ["1"]}
+        >>> copied(tests) == tests, copied(tests)["inputs"] is tests["inputs"]
+        (True, False)
+    """
+    kind = type(value)
+    if kind is dict:
+        return {key: copied(item) for key, item in value.items()}
+    if kind is list or kind is tuple:
+        return kind(map(copied, value))
+    return value.copy() if kind is set else value
+
+
+def _copied_problem(problem: Problem) -> Problem:
+    prompt = problem.prompt if isinstance(problem.prompt, str) else tuple(map(copied, problem.prompt))
+    columns, truth = {name: copied(value) for name, value in problem.columns.items()}, copied(problem.ground_truth)
+    return replace(problem, prompt=prompt, ground_truth=truth, columns=columns)
 
 
 def columns_of(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
@@ -185,8 +223,10 @@ def find_scorer(
     """
     local = function is not None
     function = find_reward(name) if function is None else function
-    # Compare functions, not names: a dotted path may lead to a built-in.
+    # Compare functions, not names: a dotted path may lead to a built-in, and a user's function may have its name.
     built_in = next((key for key, value in REWARDS.items() if value is function), None)
+    path = importable_name(function)
+    built_in = built_in or next((key for key, value in CLASSES.items() if value == path), None)
     style = _style(function)
     _check_signature(name, function, style, args)
     parameters = _parameters(function) or {}
@@ -198,13 +238,12 @@ def find_scorer(
         POOLED[built_in].check(args)
     return Scorer(
         name=built_in or name,
+        built_in=built_in,
         function=function,
         style=style,
         args=dict(args),
-        in_process=(local and built_in is None)
-        or (built_in is not None and built_in not in POOLED)
-        or importable_name(function) in CLASSES.values(),
-        by_row=(style == "compute_score" and not _is_async(function)) or built_in is not None,
+        in_process=(local and built_in is None) or (built_in is not None and built_in not in POOLED),
+        by_row=(style == "compute_score" and not _is_async(function)) or built_in in REWARDS,
         timeout_s=timeout_s,
         messages=completions == "messages" or (completions is None and bool(expects_messages)),
         ids="completion_ids" in parameters and "completion_ids" not in args,
@@ -317,14 +356,14 @@ def instantiate(scorer: Scorer) -> Scorer:
 
 
 def call(scorer: Scorer, payload: Mapping[str, Any]) -> Outcome:
-    """Call a reward in this process, catch its exceptions and validate its return value.
+    """Call a reward in this process, catch whatever it raises and validate its return value.
 
     Raises:
         RewardStop: the reward ends the run.
         KeyboardInterrupt: Ctrl-C.
     """
-    function, args = scorer.function, scorer.args
-    with scorer.lock:
+    function, args = scorer.function, copied(dict(scorer.args))
+    with scorer.lock, _torch_settings(scorer.name) if scorer.in_process else nullcontext():
         started = time.perf_counter()
         size = len(payload["trajectories"] if scorer.style == "trajectories" else payload["completions"])
         try:
@@ -367,10 +406,50 @@ def call(scorer: Scorer, payload: Mapping[str, Any]) -> Outcome:
                 outcome = Outcome([_parse_score(value) for value in result])
         except RewardStop:
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # also SystemExit, and asyncio's CancelledError
+            if isinstance(error, KeyboardInterrupt) and scorer.in_process:
+                raise
             message = describe_error(error, place=True) + _messages_hint(error, payload)
-            outcome = failed(size, "away" if is_away(error) else "error", message)
+            outcome = failed(size, _kind_of(error), message)
         return outcome._replace(seconds=time.perf_counter() - started)
+
+
+def _kind_of(error: BaseException) -> FailureKind:
+    return "busy" if is_busy(error) else "away" if is_away(error) else "error"
+
+
+_warned: set[tuple[str, str]] = set()
+"""Reward and torch setting that `_torch_settings` has warned about."""
+
+
+@contextmanager
+def _torch_settings(name: str) -> Iterator[None]:
+    """Restore torch's default dtype, default device, grad mode and number of threads, which the trainer depends on, if
+    a reward in its process changes them; and log which reward does."""
+    torch = sys.modules.get("torch")  # a reward that does not import it cannot change it
+    if torch is None:
+        yield
+        return
+    settings = {
+        "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+        "default device": (torch.get_default_device, torch.set_default_device),
+        "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+        "number of threads": (torch.get_num_threads, torch.set_num_threads),
+    }
+    before = {setting: get() for setting, (get, _) in settings.items()}
+    try:
+        yield
+    finally:
+        for setting, (get, restore) in settings.items():
+            if (value := get()) == before[setting]:
+                continue
+            restore(before[setting])
+            if (name, setting) not in _warned:
+                _warned.add((name, setting))
+                log.warning(
+                    "reward %r has set torch's %s to %s in the training process; it is %s again after each call",
+                    name, setting, value, before[setting],
+                )  # fmt: skip
 
 
 async def _await(result: Any) -> Any:
@@ -395,9 +474,9 @@ def _messages_hint(error: BaseException, payload: Mapping[str, Any]) -> str:
 def _parse_score(value: Any) -> Score:
     """Parse one value: a number, None, verl's dict with `score`, a trajectory with a reward, or an exception."""
     if isinstance(value, NoScore):
-        return Score(failure=value.kind, message=str(value)[:MAX_MESSAGE])
-    if isinstance(value, Exception):
-        return failed(1, "away" if is_away(value) else "error", describe_error(value, place=True)).scores[0]
+        return Score(failure=value.kind, message=without_secrets(str(value))[:MAX_MESSAGE])
+    if isinstance(value, BaseException):
+        return failed(1, _kind_of(value), describe_error(value, place=True)).scores[0]
     parts: dict[str, float | None] = {}
     if isinstance(value, Trajectory):
         parts = {name: _as_number(part) for name, part in value.reward_parts.items()}
@@ -410,18 +489,20 @@ def _parse_score(value: Any) -> Score:
     if value is None or number is not None:
         return Score(number, parts)
     expected = "a finite number (in a dict as 'score'), or None for no value"
-    return Score(None, parts, "invalid", f"it returned {repr(value)[:100]}; return {expected}")
+    return Score(None, parts, "invalid", f"it returned {without_secrets(repr(value))[:100]}; return {expected}")
 
 
 def _as_number(value: Any) -> float | None:
     """Convert a finite number of any library to a float; return None for anything else.
 
     Example:
-        >>> _as_number(True), _as_number("1"), _as_number(float("nan"))
-        (1.0, None, None)
+        >>> _as_number(True), _as_number(Decimal("0.5")), _as_number("1"), _as_number(float("nan"))
+        (1.0, 0.5, None, None)
     """
+    if isinstance(value, str | bytes):  # NumPy's too
+        return None
     try:
-        number = float(value) if isinstance(value, Real) or hasattr(value, "item") else math.nan
+        number = float(value) if isinstance(value, Real | Decimal) or hasattr(value, "item") else math.nan
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return None
     return number if math.isfinite(number) else None
@@ -450,14 +531,15 @@ def serve(connection: Connection) -> None:
             name, args, payloads = connection.recv()
             key = f"{name} {args!r}"
             if key not in loaded:
+                register_secrets(secrets_of(args, mask_secrets(args)))
                 scorer = find_scorer(name, args)
-                if scorer.name in POOLED:
-                    POOLED[scorer.name].warm_up()
+                if scorer.built_in in POOLED:
+                    POOLED[scorer.built_in].warm_up()
                 loaded[key] = instantiate(scorer)
         except EOFError:
             return
-        except (Exception, SystemExit) as error:
-            send_answer(connection, ["unusable", f"{type(error).__name__}: {error}"])
+        except BaseException as error:  # also SystemExit, and asyncio's CancelledError
+            send_answer(connection, ["unusable", without_secrets(f"{type(error).__name__}: {error}")])
             continue
         send_answer(connection, ["loaded"])
         for payload in payloads:

@@ -18,8 +18,10 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
+from atomrl.common import errors as outages_of
 from atomrl.common.errors import Outage, ServiceGone
 from atomrl.common.processes import progress
+from atomrl.common.secrets import without_secrets
 from atomrl.data.files import error_list
 from atomrl.rewards.calling import (
     Outcome,
@@ -35,7 +37,7 @@ from atomrl.rewards.calling import (
 )
 from atomrl.rewards.errors import NoScore, RewardError, RewardStop
 from atomrl.rewards.service import RewardService
-from atomrl.rewards.table import LOADING, REWARDS, SERVICES, AnyReward, importable_name, truth_problem
+from atomrl.rewards.table import CLASSES, LOADING, REWARDS, SERVICES, AnyReward, importable_name, truth_problem
 from atomrl.types import Problem, RewardFailure, Segment, Trajectory
 
 if TYPE_CHECKING:
@@ -51,6 +53,10 @@ PATIENCE = 3
 """Consecutive batches on which a reward may fail completely before the run stops."""
 MIN_FAILURES = 8
 """A reward that has never returned a value stops the run after this many failed completions."""
+RETRIES = 3
+"""Repetitions of a call that fails with the error of an unavailable service, while that answers other calls."""
+LARGEST_REWARD = 1e18
+"""Largest absolute reward: its square must be finite in float32, in which advantages are computed."""
 MAX_HANGS = 16
 """It stops the run even within a batch after this many calls that hung or crashed, since each costs its time-out."""
 COUNTERS = {"timeout": "timeouts", "error": "errors", "crash": "crashes", "invalid": "invalid"}
@@ -97,6 +103,8 @@ class Rewards:
         self.patience, self.wait_s = patience, wait_s
         self.seconds: list[float] = []
         self.pool = RewardPool(workers)
+        self._answered: dict[Scorer, Task] = {}
+        """A call of each reward that gave a value, of one completion (`_probes`)."""
         self._gave_values: set[str] = set()
         self._hangs: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
@@ -154,8 +162,7 @@ class Rewards:
                 if isinstance(scorer.function, RewardService):
                     scorer.function.check(problem)
                 row = {**problem.columns, "ground_truth": problem.ground_truth}
-                name = importable_name(scorer.function) or scorer.name
-                if reason := truth_problem(name, row, scorer.args):
+                if scorer.built_in and (reason := truth_problem(scorer.built_in, row, scorer.args)):
                     unreadable[f"{problem.problem_id}: {reason}"] = None
         if unreadable:
             raise RewardError(
@@ -177,7 +184,7 @@ class Rewards:
         columns, used_workers = columns_of(examples), False
         for part in self.parts:
             scorer = part.scorer(problem)
-            if scorer.style == "trajectories" or scorer.name in REWARDS:
+            if scorer.style == "trajectories" or scorer.built_in is not None:
                 continue
             task = Task(part.name, scorer, range(len(examples)), examples, columns)
             if scorer.in_process:
@@ -234,37 +241,68 @@ class Rewards:
 
         # Run them. A call that failed as a whole is repeated one completion at a time, and those of a function whose
         # service is unavailable until it answers. The later outcome of a completion replaces the earlier one.
-        outages: dict[str, Outage] = {}
+        outages: dict[Scorer, Outage] = {}
+        faults: Counter[tuple[Scorer, int]] = Counter()  # failures of a completion while the service answered others
+        rounds = 0
         while tasks:
             again: list[Task] = []
-            away: dict[str, str] = {}  # reward term -> error message
-            with closing(self.pool.run([task for task in tasks if not task.scorer.in_process])) as outcomes:
-                here = ((task, call(task.scorer, task.payload())) for task in tasks if task.scorer.in_process)
+            away: dict[Scorer, list[tuple[Task, Score]]] = {}
+            slowest: dict[Scorer, float] = {}  # seconds of a completion, in the calls of this round that gave a value
+            probes = self._probes(tasks, rounds) if rounds else []
+            calls, probing = [*tasks, *probes], {id(task) for task in probes}
+            with closing(self.pool.run([task for task in calls if not task.scorer.in_process])) as outcomes:
+                here = ((task, call(task.scorer, task.payload())) for task in calls if task.scorer.in_process)
                 for task, outcome in chain(outcomes, here):
                     progress()
-                    if unavailable := next((score for score in outcome.scores if score.failure == "away"), None):
-                        away[task.part] = unavailable.message
-                        again.append(task)
+                    item_s = outcome.seconds / len(task.rows)
+                    valued = next((row for row, score in zip(task.rows, outcome.scores, strict=True)
+                                   if score.failure is None), None)  # fmt: skip
+                    if valued is not None and item_s >= slowest.get(task.scorer, 0.0):
+                        slowest[task.scorer] = item_s
+                        self._answered[task.scorer] = task.alone(valued)
+                    if id(task) in probing:
+                        continue
+                    if waits := next((score for score in outcome.scores if score.failure in ("away", "busy")), None):
+                        away.setdefault(task.scorer, []).append((task, waits))
                         continue
                     # Outcomes come in any order, so each is stored at its trajectory's row.
                     for index, score in zip(task.rows, outcome.scores, strict=True):
                         scores[task.part][rows[index]] = score
-                        seconds[rows[index]] += outcome.seconds / len(task.rows)
+                        seconds[rows[index]] += item_s
                     if outcome.call_failed and len(task.rows) > 1:
                         again += task.split()
                     if not task.scorer.in_process:
                         self._check_hangs(task, outcome)
-            for name in outages.keys() - away:
-                outages.pop(name).answered()
+
+            # A call may itself be the cause of its error, if its service answers others; else the service is away.
             pauses = [0.0]
-            for name, message in away.items():
-                outages.setdefault(name, Outage(f"the service of reward {name!r}", self.wait_s, "reward.wait_s"))
-                try:
-                    pauses.append(outages[name].pause_s(message))
-                except ServiceGone as gone:
-                    raise RewardStop(str(gone)) from None
+            for scorer, calls_away in away.items():
+                if scorer not in slowest or any(score.failure == "busy" for _, score in calls_away):
+                    again += [task for task, _ in calls_away]
+                    (task, score) = calls_away[0]
+                    outages.setdefault(
+                        scorer, Outage(f"the service of reward {task.part!r}", self.wait_s, "reward.wait_s")
+                    )
+                    try:
+                        pauses.append(outages[scorer].pause_s(without_secrets(score.message)))
+                    except ServiceGone as gone:
+                        raise RewardStop(str(gone)) from None
+                    continue
+                if scorer in outages:
+                    outages.pop(scorer).answered()
+                for task, score in calls_away:
+                    faults[scorer, task.rows[0]] += 1
+                    if len(task.rows) > 1:
+                        again += task.split()
+                    elif faults[scorer, task.rows[0]] <= RETRIES:
+                        again.append(task)
+                        pauses.append(outages_of.FIRST_S)
+                    else:
+                        scores[task.part][rows[task.rows[0]]] = score._replace(failure="error")
+            for scorer in outages.keys() - away.keys():
+                outages.pop(scorer).answered()
             time.sleep(max(pauses))
-            tasks = again
+            tasks, rounds = again, rounds + 1
 
         # Add up the weighted values. Every trajectory reports the same extra parts: the union of those that any
         # completion of the batch returned.
@@ -276,12 +314,17 @@ class Rewards:
             values = {name: score.value for name, score in by_part.items()}
             extra = {f"{name}/{key}": score.parts.get(key) for name, score in by_part.items() for key in names[name]}
             failures = tuple(
-                RewardFailure(reward=name, kind=score.failure, message=score.message)
+                RewardFailure(reward=name, kind=score.failure, message=without_secrets(score.message))
                 for name, score in by_part.items()
                 if score.failure
             )
-            terms = [weights[name] * value for name, value in values.items() if value is not None]
-            reward = sum(terms) if terms else None
+            terms = {name: weights[name] * value for name, value in values.items() if value is not None}
+            reward = sum(terms.values()) if terms else None
+            if reward is not None and not abs(reward) <= LARGEST_REWARD:
+                name = max(terms, key=lambda name: abs(terms[name]))
+                message = f"the weighted values {terms} add up to {reward:g}, which is beyond ±{LARGEST_REWARD:g}"
+                failures += (RewardFailure(reward=name, kind="invalid", message=message),)
+                values[name], reward = None, None
             if any(weights[failure.reward] for failure in failures):
                 reward = None  # the sum of the other parts would look like a low reward
             if item.episode is not None and item.episode.failure is not None:
@@ -294,6 +337,17 @@ class Rewards:
         if judge:
             self.judge(scored)
         return scored
+
+    def _probes(self, tasks: Sequence[Task], turn: int) -> list[Task]:
+        """Return a call of a single completion for each reward, to find out whether its service answers others: the
+        slowest one that gave a value (a fast one may not have asked the service), else one of a call's completions."""
+        probes = {}
+        for task in tasks:
+            if task.scorer in self._answered:
+                probes[task.scorer] = self._answered[task.scorer]
+            elif len(task.rows) > 1:
+                probes[task.scorer] = task.alone(task.rows[turn % len(task.rows)])
+        return [replace(task) for task in probes.values()]
 
     def judge(self, scored: Sequence[Trajectory]) -> None:
         """Log new kinds of failures in a batch, and stop the run if a reward keeps failing.
@@ -421,7 +475,8 @@ def name_functions(functions: Iterable[AnyReward | str]) -> tuple[list[str], dic
 
     Returns:
         (names, local). A built-in keeps its name; an importable function gets its dotted path; any other its plain
-        name, with a number if it is already used. `local` maps names to the functions that exist in this process only:
+        name, with a number if it is already used, and with `__main__:` in front if it is the name of a built-in, for
+        which another process would take it. `local` maps names to the functions that exist in this process only:
         lambdas, closures, functions of `__main__`, and callable objects.
 
     Example:
@@ -439,7 +494,8 @@ def name_functions(functions: Iterable[AnyReward | str]) -> tuple[list[str], dic
         name = importable_name(function)
         if name is None:
             base = getattr(function, "__name__", type(function).__name__)
-            name = _unique_name(base if base.isidentifier() else "reward", names)
+            base = base if base.isidentifier() else "reward"
+            name = _unique_name(f"__main__:{base}" if base in REWARDS or base in CLASSES else base, names)
             local[name] = function
         names.append(name)
     return names, local

@@ -199,12 +199,21 @@ import solution as _solution
 def _plain(value):
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
+def _same(one, other):
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    return one == other or (one != one and other != other)
+
 _args, _wanted = _json.loads({args!r}), _json.loads({wanted!r})
 _owner = _solution if hasattr(_solution, {name!r}) else _solution.Solution()
 _found = _plain(getattr(_owner, {name!r})(*_args))
-assert _found == _wanted
+assert _same(_found, _wanted)
 """
-"""Test of a function call as in APPS (`fn_name`): tuples equal lists."""
+"""Test of a function call as in APPS (`fn_name`): tuples equal lists, NaN equals NaN, and True is not 1."""
 
 
 class Case(NamedTuple):
@@ -352,7 +361,7 @@ def called_by(cases: Sequence[Case]) -> frozenset[str]:
         names |= {str(node.args[1].value) for node in nodes if isinstance(node, ast.Call) and len(node.args) > 1
                   and isinstance(node.args[1], ast.Constant) and isinstance(node.args[0], ast.Name)
                   and node.args[0].id == "_solution"}  # fmt: skip
-    return frozenset(names) - {"_json", "_solution", "_plain"}
+    return frozenset(names) - {"_json", "_solution", "_plain", "_same"}
 
 
 def same_output(output: str, expected: str) -> bool:

@@ -32,6 +32,11 @@ class CannotSend(BaseException):
     """A test passed the solution an argument that is not a plain value."""
 
 
+class SolutionStopped(RuntimeError):
+    """The solution raised StopIteration. In `__next__` of its iterator this is the end; raised by a function, it would
+    end a `map` or a loop of the test, which would then compare nothing."""
+
+
 class Remote:
     """Proxy for an object in the solution's process. Supports calls, attributes and iteration.
 
@@ -60,7 +65,10 @@ class Remote:
             yield value
 
     def __next__(self) -> Any:
-        return self._channel.get(self._key, "__next__")()
+        try:
+            return self._channel.get(self._key, "__next__")()
+        except SolutionStopped:
+            raise StopIteration from None
 
     def _refuse(self, *_: Any) -> Any:
         self._channel.misused = True
@@ -185,7 +193,8 @@ class CallChannel:
     def receive(self) -> tuple[Any, Any]:
         """Receive a reply: (value, list of the arguments after the call).
 
-        An exception of the solution is raised here, if it is a built-in one; any other becomes a RuntimeError.
+        An exception of the solution is raised here, if it is a built-in one that Python itself does not catch; any
+        other becomes a RuntimeError.
         """
         try:
             answer = json.loads(self.reader.readline(MAX_LINE))
@@ -195,8 +204,14 @@ class CallChannel:
             name, text = map(str, answer["raised"])
         except Exception:
             raise self._disconnected() from None
+        if name in ("StopIteration", "StopAsyncIteration"):
+            raise SolutionStopped(f"{name}: {text}")
         kind = getattr(builtins, name, None)
-        if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError):
+        if (
+            isinstance(kind, type)
+            and issubclass(kind, Exception)
+            and not issubclass(kind, UnicodeError | ExceptionGroup)
+        ):
             raise kind(text)
         raise RuntimeError(f"{name}: {text}")
 

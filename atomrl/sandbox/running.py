@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import selectors
+import signal
 import subprocess
 import threading
 import time
@@ -124,9 +125,16 @@ def collect(box: Box, limits: Limits) -> Result:
     code = box.exit_code() if ended == "exit" else None
     if ended == "exit" and code is None:
         raise SandboxError(f"bubblewrap could not run a program: {stderr.strip()[-500:]}")
-    if code in (_CPU_TIME_OVER, _KILLED):
+    seconds = time.monotonic() - began
+    if _exceeded_cpu(code, seconds, limits):
         ended = "timeout"
-    return Result(stdout=stdout, stderr=stderr, code=code, ended=ended, seconds=time.monotonic() - began)
+    return Result(stdout=stdout, stderr=stderr, code=code, ended=ended, seconds=seconds)
+
+
+def _exceeded_cpu(code: int | None, seconds: float, limits: Limits) -> bool:
+    """Return True if an exit code is that of the limit of CPU time: SIGXCPU, or SIGKILL a second later. An earlier
+    SIGKILL has another cause, such as a lack of memory, or the program itself."""
+    return code == _CPU_TIME_OVER or (code == _KILLED and seconds >= limits.cpu_s)
 
 
 def check(sandbox: Any) -> None:
@@ -227,7 +235,7 @@ def judge(
                 break  # `total_s` is exceeded, and this test had too little time to be called slow
             if not results:
                 _require_ran(tester, solver)
-                results = [Verdict("timeout", f"it did not end within {limits.wall_s:g} s, or ran out of memory")]
+                results = [_without_verdict(tester, time.monotonic() - began, limits)]
             verdicts += results
     return verdicts
 
@@ -286,6 +294,26 @@ def _require_ran(*boxes: Box) -> None:
                 raise SandboxError("bubblewrap could not run a program together with its tests")
 
 
+def _without_verdict(tester: Box, seconds: float, limits: Limits) -> Verdict:
+    """Return the verdict on a test that gave none: its process ended, or a limit of time was reached."""
+    code = tester.exit_code() if tester.process.poll() is not None else None
+    if code is None or _exceeded_cpu(code, seconds, limits):
+        return Verdict("timeout", f"it did not end within {limits.wall_s:g} s")
+    return Verdict("failed", f"the process of the test {ending(code)}")
+
+
+def ending(code: int) -> str:
+    """Describe the end of a program by its exit code.
+
+    Example:
+        >>> ending(3), ending(137)
+        ('exited with code 3', 'was killed by SIGKILL')
+    """
+    with suppress(ValueError):
+        return f"was killed by {signal.Signals(code - 128).name}"
+    return f"exited with code {code}"
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # The tool `python`, which models call.
 
@@ -339,7 +367,7 @@ def format_result(result: Result, limits: Limits, most: int) -> str:
     error = {
         "timeout": f"Stopped: it took over {limits.cpu_s} s.",
         "output": "Stopped: it printed too much.",
-        "exit": "" if result.ok else result.stderr.strip() or f"It exited with code {result.code}.",
+        "exit": "" if result.ok else result.stderr.strip() or f"It {ending(result.code or 0)}.",
     }[result.ended]
     text = "\n".join(part for part in (result.stdout.strip("\n"), error) if part)
     half = most // 2

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any, Self
 from atomrl.common.errors import nearest
 from atomrl.common.files import flush_to_disk, write_bytes, write_jsonl, write_text
 from atomrl.common.functions import searched
-from atomrl.common.secrets import mask_secrets
+from atomrl.common.secrets import SECRET_WORDS, mask_secrets, register_secrets, secret_variables, without_secrets
 from atomrl.config import CheckpointConfig, ConfigError, RunConfig, dump_config, read_yaml
 from atomrl.tracking import checkpoints
 from atomrl.tracking.checkpoints import config_changes, disk_full_named, step_folder, step_folders, stopping_changes
@@ -59,20 +59,11 @@ if TYPE_CHECKING:
 # The environment of a run: versions, hardware, commit, command; and secrets, which are never recorded.
 
 PACKAGES = ("atomrl", "torch", "transformers", "tokenizers", "safetensors", "peft", "numpy", "reasoning-gym", "vllm")
-_WORDS = r"token|secret|password|passwd|credential|api[_-]?key"
 _SECRET = re.compile(
-    rf"(?i)([\w.-]*(?:{_WORDS})['\"]?(?:\s*[=:]\s*|\s+))([^\s,}}]+)"  # a value after a name like api_key
+    rf"(?i)([\w.-]*(?:{SECRET_WORDS})['\"]?(?:\s*[=:]\s*|\s+))([^\s,}}]+)"  # a value after a name like api_key
     r"|(?<=://)[^/@\s]+(?=@)"  # credentials in a URL
     r"|\b(?:hf_|sk-|gh[pousr]_|glpat-|xox[abpr]-)[\w-]{16,}|\bAKIA[0-9A-Z]{16}\b"  # a token with a known prefix
 )
-MIN_SECRET = 8
-"""Minimum length of a secret; shorter values of variables with such names are flags and numbers."""
-_config_secrets: set[str] = set()
-
-
-def register_secrets(secrets: Iterable[str]) -> None:
-    """Register secrets of a config, so that `without_secrets` removes them too."""
-    _config_secrets.update(value for value in secrets if len(value) >= MIN_SECRET)
 
 
 def describe_environment() -> dict[str, Any]:
@@ -130,19 +121,6 @@ def redact_command(arguments: Sequence[str]) -> str:
 def redacted(text: str) -> str:
     """Redact values in a text that look like secrets."""
     return _SECRET.sub(lambda match: (match.group(1) or "") + "[redacted]", without_secrets(text))
-
-
-def without_secrets(text: str) -> str:
-    """Redact the values of environment variables that contain secrets, and the secrets of the config."""
-    for value in sorted([*secret_variables().values(), *_config_secrets], key=len, reverse=True):
-        text = text.replace(value, "[redacted]")
-    return text
-
-
-def secret_variables() -> dict[str, str]:
-    """Return the environment variables whose names say that they contain secrets."""
-    named = re.compile(rf"(?i)(?:{_WORDS}|[_-]key)s?(?:$|_)")
-    return {name: value for name, value in os.environ.items() if named.search(name) and len(value) >= MIN_SECRET}
 
 
 def refuse_secrets(config_text: str) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from atomrl.common.errors import nearest, reraise_as
 from atomrl.common.functions import subscripts
-from atomrl.common.secrets import check_unmasked
+from atomrl.common.secrets import check_unmasked, register_secrets
 from atomrl.config import ConfigError, RolloutConfig, RunConfig
 from atomrl.data.problems import COMPLETIONS
 from atomrl.data.tasks import is_generator
@@ -68,7 +68,8 @@ SERVER_TIMEOUT_S = 10.0
 
 
 def check_secrets(config: RunConfig) -> None:
-    """Check that the config has its secrets: a run's own `config.yaml` can be looked at, but not trained with.
+    """Check that the config has its secrets: a run's own `config.yaml` can be looked at, but not trained with. Register
+    them, so that messages do not contain them (`without_secrets`).
 
     Raises:
         ConfigError: a secret was left out.
@@ -77,6 +78,7 @@ def check_secrets(config: RunConfig) -> None:
         check_unmasked(config.to_tree(secrets=True))
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    register_secrets(config.secrets)
 
 
 def check_unused(config: RunConfig) -> None:

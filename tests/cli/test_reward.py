@@ -81,3 +81,14 @@ def test_mistakes_are_named(arguments, message, tmp_path, capsys):
     assert main(["reward", *(paths.get(argument, argument) for argument in arguments)]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_the_summary_as_json(tmp_path, capsys):
+    file = tmp_path / "c.jsonl"
+    file.write_text('{"prompt": "1+1", "completion": "it is 2", "ground_truth": "2"}\n' * 2)
+    assert main(["reward", "gsm8k,strict_format", str(file), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    one = {"values": 2, "mean": 1.0, "min": 1.0, "max": 1.0, "failures": {}}
+    assert summary["completions"] == 2 and summary["rewards"]["reward/gsm8k"] == one
+    assert summary["rewards"]["reward/strict_format"]["mean"] == 0.0
+    assert main(["reward", "gsm8k", str(tmp_path), "--json"]) == 2

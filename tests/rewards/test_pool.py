@@ -192,7 +192,7 @@ def test_workers_outlive_the_thread_that_they_were_started_for():
 
 
 def test_columns_that_cannot_be_sent_and_modules_that_a_worker_cannot_import(by_row, tmp_path, monkeypatch):
-    problem = Problem(problem_id="a", prompt="p", ground_truth="", columns={"lock": threading.Lock()})
+    problem = Problem(problem_id="a", prompt="p", ground_truth="", columns={"extra_info": {"lock": threading.Lock()}})
     with pytest.raises(RewardError, match=r"misbehaving\.obey_score.*columns"):
         by_row(rollouts({"a": ["1"]}, a=problem))
     module = tmp_path / "only_once.py"

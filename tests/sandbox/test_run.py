@@ -71,6 +71,12 @@ def test_a_limit_ends_it(source, ended, sandbox):
     assert result.ended == ended and result.seconds < wall_s + 60 and len(result.stdout) <= 5000 and not result.ok
 
 
+def test_a_program_killed_by_a_signal_has_reached_no_limit():
+    result = run("import os\nos.kill(os.getpid(), 9)", sandbox="none")
+    assert (result.ended, result.code) == ("exit", 137)
+    assert format_result(result, Limits(), 100) == "It was killed by SIGKILL."
+
+
 def test_threads_event_loops_and_big_inputs_work(sandbox):
     assert run("import asyncio\nprint(asyncio.run(asyncio.sleep(0.01, 5)))").stdout == "5\n"
     threads = "import threading\nt = threading.Thread(target=print, args=('hi',))\nt.start()\nt.join()"
