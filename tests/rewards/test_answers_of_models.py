@@ -29,6 +29,5 @@ def test_graders_judge_answers_in_other_notations_as_decided_before():
     rows = [json.loads(line) for line in lines]
     scores = [find_reward(name)([""], [text], [truth])[0] for _, name, truth, _, text in rows]
     missed = [row[2:] for row, value in zip(rows, scores, strict=True) if value != row[3]]
-    assert missed == [
-        [r"\frac{\pi}{6}", 1, r"So the answer is $\boxed{30^\circ}$."]
-    ]  # an angle may be asked in radians
+    # an angle may be asked in radians
+    assert missed == [[r"\frac{\pi}{6}", 1, r"So the answer is $\boxed{30^\circ}$."]]
