@@ -170,7 +170,7 @@ def to_trajectory(place: str, row: dict[str, Any]) -> Trajectory:
     problem = Problem(
         problem_id=place,
         prompt=row["prompt"] if isinstance(row["prompt"], str) else tuple(row["prompt"]),
-        ground_truth=row.get("ground_truth"),
+        ground_truth=truth_of(row),
         data_source=row.get("data_source", "default"),
         columns={name: value for name, value in row.items() if name not in own},
     )
@@ -180,6 +180,15 @@ def to_trajectory(place: str, row: dict[str, Any]) -> Trajectory:
         prompt_id=place, index=0, problem=problem, segments=segments, text=row["completion"], finish_reason="stop",
         opening=row.get("opening", opening),
     )  # fmt: skip
+
+
+def truth_of(row: dict[str, Any]) -> Any:
+    """Return the ground truth of a row: of `ground_truth`, or of `reward_model` as in the files of verl and Search-R1,
+    which have several right answers as `{"target": [...]}`."""
+    truth = row.get("ground_truth")
+    if truth is None and isinstance(row.get("reward_model"), dict):
+        truth = row["reward_model"].get("ground_truth")
+    return truth["target"] if isinstance(truth, dict) and [*truth] == ["target"] else truth
 
 
 def with_rewards(row: dict[str, Any], scored: Trajectory) -> dict[str, Any]:

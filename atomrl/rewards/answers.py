@@ -161,6 +161,7 @@ _WRAPPERS = re.compile(
     r"\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
 )
 _CHOICE = re.compile(r"[(\[]?\s*([a-z])\s*[)\].:]?")
+_CHOICES = re.compile(r"[A-J](?:(?:[\s,;&+/]|\band\b|[和与])*[A-J])+")
 
 
 def fold(text: str) -> str:
@@ -171,6 +172,19 @@ def fold(text: str) -> str:
         "-18 don't"
     """
     return text.translate(_FOLDED)
+
+
+def ascii_digits(text: str) -> str:
+    """Replace digits of other scripts, and the Arabic decimal point, thousands separator and percent sign, by ASCII.
+
+    Example:
+        >>> ascii_digits("١٢٫٥ or १८")
+        '12.5 or 18'
+    """
+    if text.isascii():
+        return text
+    text = text.replace("\u066b", ".").replace("\u066c", ",").replace("\u066a", "%")
+    return re.sub(r"\d", lambda match: str(unicodedata.decimal(match[0])), text)
 
 
 def as_written(text: str) -> str:
@@ -324,7 +338,8 @@ def require_truth(truth: object) -> str:
 def answers_equal(answer: str, truth: object) -> bool:
     """Return True if an answer equals the ground truth: as numbers if the truth is one, else as normalised text.
 
-    A missing currency, percent or degree sign on one side is ignored; different ones are not.
+    A missing currency, percent or degree sign on one side is ignored; different ones are not. The letters of several
+    choices (`read_choices`) may come in any order.
 
     Args:
         answer: the model's answer.
@@ -350,7 +365,26 @@ def answers_equal(answer: str, truth: object) -> bool:
     if text == expected:
         return True
     choice, letter = _CHOICE.fullmatch(text), _CHOICE.fullmatch(expected)
-    return choice is not None and letter is not None and choice[1] == letter[1]
+    if choice is not None and letter is not None:
+        return choice[1] == letter[1]
+    letters = read_choices(truth_text(truth))
+    if letters != "".join(sorted(letters)) or letters != "".join(dict.fromkeys(letters)):
+        return False
+    given = read_choices(answer)
+    # AB may also be the product of two matrices, which BA is not.
+    return bool(letters) and "".join(sorted(given)) == letters and (given == letters or text != "ba")
+
+
+def read_choices(text: str) -> str:
+    r"""Return the letters of several choices (A to J) in the order of a text; "" for any other text.
+
+    Example:
+        >>> read_choices("C, A"), read_choices(r"\text{(A) and (C)}"), read_choices("ABC"), read_choices("A cat")
+        ('CA', 'AC', 'ABC', '')
+    """
+    text = re.sub(r"\\(?:text|mathrm|mathbf|textbf|boxed|rm)(?![A-Za-z])|\\[,;: ]|[$*{}()\[\]]", " ", fold(text)[:200])
+    text = text.strip().removesuffix(".").strip()
+    return "".join(re.findall("[A-J]", text)) if _CHOICES.fullmatch(text) else ""
 
 
 def require_truths(ground_truth: Iterable[object]) -> None:
@@ -505,10 +539,12 @@ _SYMBOL = r"°\s*[CF]?|[%¢€£¥₹₩]|\\%|\\\$|\^\s*\{?\s*\\circ\s*\}?\s*[CF
 _WORD = rf"(?:(?<![A-Za-z\\])(?:[A-Za-z]{{3,}}|{_SHORT})|[{_CJK}]+|{_SYMBOL})\.?"
 _PIECE = rf"(?:{_TEXT}|{_WORD}){_POWER}"
 _MORE = rf"(?:(?:(?:\s|\\[,;: ]|~|/|\\cdot|·|-)*{_PIECE})|/\s*[A-Za-z]{_POWER}(?![A-Za-z]))*"
+_RATE = re.compile(rf"\\[dt]?frac\s*\{{((?:[^{{}}]|{_TEXT})*)\}}\s*\{{\s*({_TEXT})\s*\}}")
 _LETTER = rf"(?<![A-Za-z\\])[mgshlLJNWVK]{_POWER}(?![A-Za-z])"
 _TAIL, _LOOSE_TAIL = (
     re.compile(
-        rf"(?P<body>.*?[0-9)\]}}A-Za-z°])(?:\s|\\[,;: ]|~)*(?P<unit>{piece}{_MORE})\s*", re.DOTALL | re.IGNORECASE
+        rf"(?P<body>.*?[0-9)\]}}A-Za-z°])(?:\s|\\[,;: ]|~)*(?P<unit>(?:/\s*)?{piece}{_MORE})\s*",
+        re.DOTALL | re.IGNORECASE,
     )
     for piece in (_PIECE, rf"(?:{_PIECE}|{_LETTER})")
 )
@@ -519,7 +555,7 @@ _BASE = re.compile(
 _CLOCK = re.compile(r"([01]?[0-9]|2[0-4])\s*:\s*([0-5][0-9])\s*(?::\s*([0-5][0-9]))?\s*(?:(a|p)\.?\s?m\.?)?")
 _NO_UNITS = frozenset(["squared", "cubed", "factorial", "halve", "third", "fourth", "fifth", "以上", "以下"])
 _FUNCTIONS = frozenset(
-    ["sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "min", "max", "gcd", "lcm", "det", "mod", "pi"]
+    ["sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "max", "gcd", "lcm", "det", "mod", "pi"]
 )
 
 
@@ -543,7 +579,7 @@ def split_unit(text: str, letters: bool = False) -> Quantity:
         >>> split_unit(r"5 \text{ square meters}"), split_unit("3 million dollars")
         (Quantity(body='5', unit='m^2', power=0), Quantity(body='3', unit='$', power=6))
     """
-    text, front = text.strip(), ""
+    text, front = _RATE.sub(r"\1/\2", text.strip()), ""
     if prefix := re.match(r"([+-]?)\s*(\\?\$|[€£¥₹₩]|US\\?\$|(?:USD|EUR|GBP|INR|Rs\.?|RMB|CNY)\s)\s*(?=[0-9.])", text):
         text, front = (
             prefix[1] + text[prefix.end() :],
@@ -553,13 +589,15 @@ def split_unit(text: str, letters: bool = False) -> Quantity:
     if match is None or not re.search(r"[0-9]|\\pi|\\sqrt|\\frac|^[a-z]$", match["body"]):
         return Quantity(text, front)
     unit, power = canonical(match["unit"])
+    if unit.startswith("/") and re.match(r"/\s*[A-Za-z]", match["unit"]) and unit[1:] not in _NAMES:
+        return Quantity(text, front)  # 12/abc is an expression
     if _NO_UNITS & {*unit.split()}:
         return Quantity("", front)
     if any(word in _FUNCTIONS for word in unit.split()) or (
         unit == "°" and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text)
     ):
         return Quantity(text, front)
-    return Quantity(match["body"].strip(), front if front and not unit else unit, power)
+    return Quantity(match["body"].strip(), front + unit if not unit or unit.startswith("/") else unit, power)
 
 
 def canonical(text: str) -> tuple[str, int]:
@@ -588,17 +626,19 @@ def canonical(text: str) -> tuple[str, int]:
         name = UNITS.get(name, UNITS.get(single, single))
         if name and name not in ("of", "the", "a", "old", "long", "away"):
             words.append(f"{name}^{exponent}" if exponent else name)
-    return " ".join(words).replace(" / ", "/"), power
+    return re.sub(" ?/ ?", "/", " ".join(words)), power
 
 
 def same_unit(one: str, other: str) -> bool:
     """Return True where two canonical units are compatible: equal, one of them absent, or one more precise (`apple` and
-    `red apple`).
+    `red apple`, `/h` and `km/h`).
 
     Example:
-        >>> same_unit("cm", "m"), same_unit("cm", ""), same_unit("apple", "red apple")
-        (False, True, True)
+        >>> same_unit("cm", "m"), same_unit("cm", ""), same_unit("apple", "red apple"), same_unit("/h", "km/h")
+        (False, True, True, True)
     """
+    if one.startswith("/") or other.startswith("/"):
+        return not one or not other or one.partition("/")[2] == other.partition("/")[2]
     return set(one.split()) <= set(other.split()) or set(other.split()) <= set(one.split())
 
 

@@ -24,6 +24,7 @@ from sympy.core.relational import Equality, Relational, Unequality
 from atomrl.rewards.answers import (
     Quantity,
     answers_equal,
+    ascii_digits,
     clock_time,
     fold,
     parse_number,
@@ -35,6 +36,7 @@ from atomrl.rewards.answers import (
 )
 from atomrl.rewards.errors import require
 from atomrl.rewards.format import last_boxed
+from atomrl.rewards.regions import read_region, same_regions
 
 # --------------------------------------------------------------------------------------------------------------------
 # Equality of two sympy expressions: numbers exactly, formulas at sample points, lists by their elements.
@@ -336,6 +338,7 @@ _LIST = re.compile(r"\s*\[\s*[\"'].*[\"']\s*\]\s*", re.DOTALL)
 _PRIME = re.compile(r"(?<=[A-Za-z)])'+|\\prime")
 _INDEX_OF_NUMBER = re.compile(r"(?<![A-Za-z0-9_}.])[0-9]+\s*_")  # 1_000
 _SIZES = r"\\left\b|\\right\b|\\[bB]igg?[lrm]?(?![A-Za-z])"
+_MAY_BE_REGION = re.compile(r"[<>≤≥≠=∈∉ℝ[(]|\\(?:[gln]eq?|[gl]t|[gl]eqslant|in|notin|mathbb|R|\{)(?![A-Za-z])")
 _SENTENCE = re.compile(r"[a-z0-9)}]\.\s+[A-Z]")
 
 
@@ -391,15 +394,23 @@ def _equal(answer: str | None, wanted: str) -> bool:
     """Compare the content of a box with a ground truth: the cheap comparisons first, sympy last."""
     if answer is None or not answer.strip() or len(answer) > MAX_CHARS:
         return False
+    answer, wanted = ascii_digits(answer), ascii_digits(wanted)
     if answers_equal(answer, wanted) or _bare(answer) == _bare(wanted):
         return True
     given, gold = _tidy(answer), _tidy(wanted)
+    if (regions := _regions(given, gold)) is not None:
+        return regions
+    given, gold = _listed(given), _listed(gold)
     if (choice := _CHOICE.match(given)) and choice[1] == gold:
         return True
     if _PRIME.findall(given) != _PRIME.findall(gold):
         return False
     if any(_SET.fullmatch(one) and _TUPLE.fullmatch(two) for one, two in ((given, gold), (gold, given))):
         return False  # {1, 2} is neither a point nor an interval
+    if clock_time(given) is None or clock_time(gold) is None:
+        ratios = _ratio(given), _ratio(gold)
+        if ratios[0] or ratios[1]:
+            return _same_ratio(*ratios)
     if _is_text(gold) or _DOTS.search(_repeating(given)):
         return False
     one, other = clock_time(given), clock_time(gold)
@@ -413,6 +424,57 @@ def _equal(answer: str | None, wanted: str) -> bool:
     if quantities[0].unit or quantities[1].unit:  # the m of 5 m is a unit if the other answer has a unit
         quantities = split_unit(given, bool(quantities[1].unit)), split_unit(gold, bool(quantities[0].unit))
     return _same_quantity(*quantities)
+
+
+def _regions(given: str, gold: str) -> bool | None:
+    """Compare two answers as sets of real numbers; None where one is no set, or both may be something else."""
+    if not all(_MAY_BE_REGION.search(text) for text in (given, gold)):
+        return None
+    with _limited(LIMIT_S):
+        try:
+            one, other = (read_region(text, _read_exactly) for text in (given, gold))
+            if one is None or other is None or (one.plain and other.plain):
+                return None
+            return same_regions(other, one, same_value)
+        except _OutOfTime:
+            return False
+        except Exception:  # sympy may raise anything on arbitrary text
+            logging.getLogger(__name__).debug("%r and %r cannot be compared as sets", given, gold, exc_info=True)
+            return None
+
+
+def _read_exactly(text: str) -> Any:
+    expression = _parse(text)
+    return None if expression is None else tamed(expression)
+
+
+def _ratio(text: str) -> list[str]:
+    """Return the parts of a ratio of three or more, such as 1:2:3 or a:b:c = 1:2:3; [] for any other text."""
+    names, equals, parts = text.rpartition("=")
+    if ("-" in parts and _DATE.fullmatch(text)) or (
+        equals and not re.fullmatch(r"\s*[A-Za-z](?:\s*:\s*[A-Za-z])+\s*", names)
+    ):
+        return []
+    found = [part.strip() for part in re.split(r"\\colon(?![a-z])|:", parts)]
+    return found if len(found) > 2 and all(re.search(r"[0-9A-Za-z]", part) for part in found) else []
+
+
+def _same_ratio(given: list[str], gold: list[str]) -> bool:
+    """Return True if all parts of one ratio are the same multiple of those of the other."""
+    if len(given) != len(gold):
+        return False
+    with _limited(LIMIT_S):
+        try:
+            rows = [[_read_exactly(part) for part in parts] for parts in (given, gold)]
+            if not all(isinstance(part, sympy.Expr) for parts in rows for part in parts):
+                return False
+            one, other = rows
+            if any(same_value(part, Integer(0)) for part in (*one, *other)):
+                return False
+            return all(same_value(x * other[0], y * one[0]) for x, y in zip(one, other, strict=True))
+        except Exception:  # sympy may raise anything on arbitrary text
+            logging.getLogger(__name__).debug("%r and %r are no ratios", given, gold, exc_info=True)
+    return False
 
 
 def _same_quantity(given: Quantity, gold: Quantity) -> bool:
@@ -487,7 +549,7 @@ def _bare(text: str) -> str:
 
 
 def _tidy(text: str) -> str:
-    """Normalise LaTeX: remove surrounding markup, fonts, colors and sizes, and unify separators of lists."""
+    """Normalise LaTeX: remove surrounding markup, fonts, colors and sizes, and write systems of equations as lists."""
     text = re.sub(
         r"^(?:=|≈|\\approx|\\[,;: !]|\\q?quad\b|~|\s)+|(?:\\[,;: !]|\\q?quad\b|~|\s)+$", "", fold(text)
     ).strip("*")
@@ -498,20 +560,24 @@ def _tidy(text: str) -> str:
     text = re.sub(r"\\left\s*\\\{(.*)\\right\s*\.", r"\1", text, flags=re.DOTALL)
     text = re.sub(rf"\\left\s*\\?\.|\\right\s*\.|{_SIZES}|\\displaystyle|\\!|\*\*|\\\(|\\\)|(?<!\\)\$", "", text)
     text = re.sub(r"\\(?:mathbf|textbf|boldsymbol|mathit|textit|mathsf|bm|underline)\s*\{([^{}]*)\}", r"\1", text)
-    # A letter in \text, such as a choice; not after a number, where it is a unit: 5 \text{ m}.
+    # A letter in \text, such as a choice; not after a number or in a rate, where it is a unit: 5 \text{ m}.
     text = re.sub(
-        r"(?<![0-9])(?<![0-9]\})(?<![0-9}][ ~])(?<!\\[,; ])\\text\s*\{\s*([A-Za-z0-9])\s*\}|"
+        r"(?<![0-9/])(?<![0-9]\})(?<!\}\{)(?<![0-9}][ ~])(?<!\\[,; ])\\text\s*\{\s*([A-Za-z0-9])\s*\}|"
         r"\\text\s*\{\s*\(([A-Z])\)\s*\}",
         r"\1\2",
         text,
     )
-    text = re.sub(
+    text = re.sub(r"\\begin\{(array|cases|aligned)\}(?:\{[lcr|]*\})?(.*?)\\end\{\1\}", _rows, text, flags=re.DOTALL)
+    return re.sub(r"(?<!\.)[.,;]$", "", text.strip()).strip()
+
+
+def _listed(text: str) -> str:
+    """Separate the items of a list by commas, also where they were separated by `and` or `or`."""
+    return re.sub(
         r",?\s*(?:\\text\s*\{\s*,?\s*(?:and|or|和|或)\s*,?\s*\}|\\quad|(?<=[\s\d])(?:and|or|和|或)(?=[\s\d]))\s*",
         ", ",
         text,
     )
-    text = re.sub(r"\\begin\{(array|cases|aligned)\}(?:\{[lcr|]*\})?(.*?)\\end\{\1\}", _rows, text, flags=re.DOTALL)
-    return re.sub(r"(?<!\.)[.,;]$", "", text.strip()).strip()
 
 
 def _rows(match: re.Match[str]) -> str:

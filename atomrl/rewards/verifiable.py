@@ -18,6 +18,7 @@ from atomrl.rewards.answers import (
     NUMERAL,
     answers_equal,
     as_written,
+    ascii_digits,
     evaluate_arithmetic,
     fold,
     is_tame_formula,
@@ -70,6 +71,7 @@ _TOKEN = re.compile(
     rf"(?P<number>{NUMERAL})(?P<multiple>{_MULTIPLE}?)"
 )
 _FUNCTION = r"\\(?:times|cdot|div|pm|mp|leq?|geq?|lt|gt|neq?|over|ln|log)(?![A-Za-z])"
+_UNIT = r"(?:text|mathrm|mbox|textrm|rm|operatorname)\s*\{\s*(?:[^\W\d_]{2}|[mgshlL]\s*\})"  # behind a slash
 # Text before a number that makes it a part of something else: 3 x 18, x < 18, a root, a date.
 _BEFORE = re.compile(
     rf"(?:[√∛±∓×÷≤≥≠/<]|[\w)\]}}%][*+·]|[ \t][+·]\s+|[\w)\]}}$][ \t]+\*[ \t]+|--|-\s*\(|[0-9]{{4}}-[0-9]+-|\bnot\b|"
@@ -78,10 +80,11 @@ _BEFORE = re.compile(
 )
 _BEHIND = (
     rf"[\s)}}$]*(?:\^(?!\s*\{{?\s*\\circ)|[×÷√π±≤≥≠⁰¹²³⁴-⁹₀-₉]|\+\s*[\w(\\]|\*(?=[\w(\\])|\s\*\s|"
-    rf"/\s*[0-9(\\]|[<>](?:\s|-?[0-9])|x(?=\s*[0-9])|[xyz](?![A-Za-z])|-\s*(?:[0-9(]|[xyz]\b)|{_FUNCTION}|\\(?:sqrt|pi)|(?:sqrt|pi)\b|{_MULTIPLE}|"
+    rf"/\s*(?:[0-9(]|\\(?!{_UNIT}))|[<>](?:\s|-?[0-9])|x(?=\s*[0-9])|[xyz](?![A-Za-z])|-\s*(?:[0-9(]|[xyz]\b)|{_FUNCTION}|\\(?:sqrt|pi)|(?:sqrt|pi)\b|{_MULTIPLE}|"
     r"(?:,|;|:|to|or|and|through|\\text\s*\{\s*(?:or|and|to)\s*\})?\s*[$€£-]?[0-9]|"
     r"and (?:a|one) (?:half|third|quarter))|"
-    r"(?![gmhslLpcdFCWVJNA](?![A-Za-z0-9])|m[23])[A-Za-z](?![A-Za-z])|h[0-9]|_\{?[0-9A-Za-z]|(?<=/)\s*[(\\]"
+    r"(?![gmhslLpcdFCWVJNA](?![A-Za-z0-9])|m[23])[A-Za-z](?![A-Za-z])|h[0-9]|_\{?[0-9A-Za-z]|"
+    rf"(?<=/)\s*(?:\(|\\(?!{_UNIT}))"
 )
 _PART = re.compile(_BEHIND)
 _LEAD = re.compile(
@@ -101,8 +104,9 @@ def gsm8k(prompts: list[Any], completions: list[str], ground_truth: list[Any], *
     The final number is the one after the last `####` that is not a heading (GSM8K's format); of a calculation, the one
     after `=`. Without a mark it is the only number in the last box. Without a box it is the last number of the text,
     ignoring a final remark in parentheses. Numbers are parsed as by `rewards.answers.parse_number`, with words such as
-    `million`. Anything that is not a single number (a time, an expression, `1,2`, `17 or 18`, `x > 18`, a root, a date)
-    is wrong. The ground truth is a number, or a GSM8K solution that ends with `#### 18`.
+    `million`, and in the digits of any script. Anything that is not a single number (a time, an expression, `1,2`,
+    `17 or 18`, `x > 18`, a root, a date) is wrong. The ground truth is a number, or a GSM8K solution that ends with
+    `#### 18`.
 
     Raises:
         TypeError, ValueError: a ground truth is not a number.
@@ -125,7 +129,7 @@ def number_truth(truth: Any) -> Fraction:
         >>> number_truth("9 + 9 = 18" + chr(10) + "#### 18")
         Fraction(18, 1)
     """
-    wanted = parse_number(truth_text(truth).rpartition("####")[2].strip().removesuffix("."))
+    wanted = parse_number(ascii_digits(truth_text(truth)).rpartition("####")[2].strip().removesuffix("."))
     if wanted is None:
         raise ValueError(f"ground_truth is not a number: {truth!r:.200}")
     return wanted
@@ -138,6 +142,7 @@ def final_number(completion: str) -> Fraction | None:
         >>> final_number("#### Step 1: add" + chr(10) + "2 + 3 = 5, so there are 5 apples.")
         Fraction(5, 1)
     """
+    completion = ascii_digits(completion)
     for line, more in marked_lines(completion):
         line = re.sub(r"^-\s+", "-", as_written(line).replace("**", ""))
         lead = _LEAD.match(line)
@@ -347,8 +352,8 @@ def search_r1_em(prompts: list[Any], completions: list[str], ground_truth: list[
     """
     scores = []
     for completion, truth in zip(completions, ground_truth, strict=True):
-        right, given = right_answers(truth), last_answer(completion)
-        scores.append(float(given is not None and any(_equal(given, text) for text in right)))
+        right, given = map(ascii_digits, right_answers(truth)), last_answer(completion)
+        scores.append(float(given is not None and any(_equal(ascii_digits(given), text) for text in right)))
     return scores
 
 
@@ -412,7 +417,8 @@ def right_answers(truth: Any) -> list[str]:
     truths = truth.tolist() if hasattr(truth, "tolist") else truth  # an array, as pandas reads a list from Parquet
     texts = truths if isinstance(truths, list | tuple) else [truths]
     if not texts or not all(isinstance(text, str | int | float) for text in texts):
-        raise TypeError(f"ground_truth must be text, or a list of correct answers, not {truth!r:.100}")
+        field = "; name the field in it, such as reward_model.ground_truth.target" if isinstance(truth, dict) else ""
+        raise TypeError(f"ground_truth must be text, or a list of correct answers, not {truth!r:.100}{field}")
     answers = [truth_text(text) for text in texts]
     if isinstance(truths, str) and re.fullmatch(r"\s*\[\s*[\"'].*[\"']\s*\]\s*", truths, re.DOTALL):
         raise ValueError(f"ground_truth is a list written as text: {truth!r:.100}")

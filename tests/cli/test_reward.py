@@ -46,6 +46,22 @@ def test_the_prefix_opened_by_the_prompt_counts(tmp_path):
     assert [item["reward"] for item in scored] == [1.0, 0.0, 1.0] and scored[0]["opening"] == "<think>"
 
 
+@pytest.mark.parametrize(
+    "truth",
+    [
+        {"ground_truth": {"target": ["Paris", "Lutetia"]}},
+        {"ground_truth": {"target": "Paris"}},
+        {"reward_model": {"style": "rule", "ground_truth": {"target": ["Paris"]}}},
+        {"reward_model": {"ground_truth": "Paris"}},
+    ],
+)
+def test_the_ground_truth_of_other_frameworks_files(truth, tmp_path):
+    rows = [{"prompt": "p", "completion": f"<answer>{city}</answer>"} | truth for city in ("Paris", "Rome")]
+    source, out = write(tmp_path / "in.jsonl", rows), tmp_path / "scored.jsonl"
+    assert main(["reward", "search_r1_em", source, "--out", str(out)]) == 0
+    assert [json.loads(line)["reward"] for line in out.read_text().splitlines()] == [1.0, 0.0]
+
+
 def test_a_row_that_fails_says_so(tmp_path, capsys):
     source = write(tmp_path / "in.jsonl", [row("1", truth="words"), row("18")])
     assert main(["reward", "gsm8k", source, "--out", str(tmp_path / "o.jsonl")]) == 0

@@ -23,17 +23,20 @@ from atomrl.rewards import latex as boxes
 from atomrl.rewards import verifiable as tasks
 from atomrl.rewards.answers import (
     answers_equal,
+    ascii_digits,
     clock_time,
     evaluate_arithmetic,
     is_tame_formula,
     normalise_text,
     parse_number,
+    read_choices,
     split_base,
     split_unit,
 )
 from atomrl.rewards.compute import build_rewards
 from atomrl.rewards.format import extract_answer, has_strict_format, last_boxed, marked_answer, reasoning_text
 from atomrl.rewards.programs import last_block, same_output
+from atomrl.rewards.regions import read_region
 from atomrl.rewards.service import score_in
 from atomrl.rewards.table import POOLED, REWARDS, says_right
 from atomrl.rewards.verifiable import gsm8k, search_r1_em
@@ -100,11 +103,14 @@ READERS = {
         lambda text: answers_equal(text, "x"),
         evaluate_arithmetic,
         is_tame_formula,
+        ascii_digits,
+        read_choices,
         lambda text: [read(text[: boxes.MAX_CHARS]) for read in (split_unit, split_base, clock_time)],
     ],
     "rewards/calling": [lambda text: failing_rewards()([trajectory(PROBLEM, text)])],
     "rewards/compute": [lambda text: failing_rewards().try_functions(replace(PROBLEM, ground_truth=text))],
     "rewards/latex": [lambda text: boxes.boxed([""], [f"\\boxed{{{text}}}"], ["x"])],
+    "rewards/regions": [lambda text: read_region(text[: boxes.MAX_CHARS], lambda _: None)],
     "rewards/format": [extract_answer, has_strict_format, last_boxed, marked_answer, reasoning_text],
     "rewards/service": [judged_score],
     "rewards/verifiable": [
