@@ -84,7 +84,7 @@ def test_a_rank_that_forwards_a_command_is_not_blamed_for_a_frozen_one(four):
     with pytest.raises(RankFailed, match="no command arrives: Timed out"):
         four[2].receive()
     four[0].exited = lambda: {2: "(pid 2) died with exit code 1"}
-    with pytest.raises(RankLost, match="^rank 1 does not respond"):
+    with pytest.raises(RankLost, match=r"^rank 1 does not respond"):
         four[0].send("step")
 
 
