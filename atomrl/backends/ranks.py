@@ -31,7 +31,7 @@ from typing import Any, Protocol, get_args
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from atomrl.backends.base import SOURCES, STATE_FOLDER, TRAINED, RoleName
@@ -353,7 +353,9 @@ class RankGroup:
             signal.signal(signal.SIGUSR1, self._handler)
 
 
-def start_ranks(build: Build, settings: RankedConfig, device: str, tokenizer: Any = None) -> DistributedBackend:
+def start_ranks(
+    build: Build, settings: RankedConfig, device: str, tokenizer: Any = None, given: Mapping[str, Any] | None = None
+) -> DistributedBackend:
     """Create a back end on several ranks, of which this process is rank 0.
 
     The others are worker processes of this one, or the processes that torchrun has started.
@@ -362,14 +364,16 @@ def start_ranks(build: Build, settings: RankedConfig, device: str, tokenizer: An
         build, tokenizer: arguments of `RankGroup`.
         settings: number of ranks and timeout of their collective operations.
         device: `model.device` after `auto` is resolved.
+        given: see `join_launched`.
 
     Raises:
-        ConfigError: the ranks cannot be started, or `build` raised it on all of them.
+        ConfigError: the ranks cannot be started, or were given different configs, or `build` raised it on all of them.
         RankFailed: a rank did not start.
     """
     count = rank_count(settings, device)
     if launched() is not None:
-        return DistributedBackend(RankGroup(lambda _: join_launched(device, settings.timeout_s), build, tokenizer))
+        join_all = partial(join_launched, device, settings.timeout_s, given or {})
+        return DistributedBackend(RankGroup(lambda _: join_all(), build, tokenizer))
     threads = max(1, torch.get_num_threads() // count)
 
     def join(processes: dict[int, WorkerProcess]) -> Ranks:
@@ -395,20 +399,55 @@ def start_ranks(build: Build, settings: RankedConfig, device: str, tokenizer: An
 # The other ranks.
 
 
-def join_launched(device: str, timeout_s: float) -> Ranks:
-    """Join the process group of torchrun, or of a launcher that sets the same environment variables."""
+def join_launched(device: str, timeout_s: float, given: Mapping[str, Any]) -> Ranks:
+    """Join the process group of torchrun, or of a launcher that sets the same environment variables.
+
+    Args:
+        given: the config that this rank was started with, by dotted keys. The run is that of rank 0's, so another one
+            would be ignored.
+
+    Raises:
+        ConfigError: on rank 0, if that of another rank differs.
+    """
     started = launched()
     assert started is not None
     store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=START_S)))
-    return Ranks(store, rank, world, rank_device(device, started.local_rank), timeout_s, started[2:])
+    configs = PrefixStore("config", store)
+    configs.set(str(rank), json.dumps(given))
+    ranks = Ranks(store, rank, world, rank_device(device, started.local_rank), timeout_s, started[2:])
+    if rank == 0:
+        try:
+            check_same_configs(configs, world)
+        except ConfigError:
+            ranks.close()
+            raise
+    return ranks
 
 
-def follow_launcher(settings: RankedConfig, device: str) -> None:
-    """Run as a rank other than 0 of a launcher's group, until rank 0 closes the back end."""
+def check_same_configs(configs: Any, world: int) -> None:
+    """Raise ConfigError if ranks were given other configs than rank 0, with the keys.
+
+    Args:
+        configs: store with the config of each rank.
+    """
+    first, *others = (json.loads(configs.get(str(rank))) for rank in range(world))
+    for rank, other in enumerate(others, 1):
+        different = [key for key in first | other if first.get(key) != other.get(key)]
+        if different:
+            lines = [f"{key}: {other.get(key)!r} on rank {rank}, {first.get(key)!r} on rank 0" for key in different]
+            raise ConfigError("the ranks were started with different configs: " + "; ".join(lines))
+
+
+def follow_launcher(settings: RankedConfig, device: str, given: Mapping[str, Any]) -> None:
+    """Run as a rank other than 0 of a launcher's group, until rank 0 closes the back end.
+
+    Args:
+        given: see `join_launched`.
+    """
     rank_count(settings, device)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 finishes its step and then closes this rank
-    _follow(join_launched(device, settings.timeout_s))
+    _follow(join_launched(device, settings.timeout_s, given))
 
 
 def serve(connection: Connection) -> None:

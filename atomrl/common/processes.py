@@ -19,7 +19,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -33,8 +33,9 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_MARK = "ATOMRL_WORKER"
 _KILLS = 20
-"""Maximum number of passes that search for and kill a worker's descendants, which may start others in between."""
+"""Maximum number of passes that search for and kill a process's descendants, which may start others in between."""
 _COMMAND = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); import importlib; from atomrl.common.processes import "
     "begin; begin(importlib.import_module(sys.argv[2]).serve, int(sys.argv[3]), int(sys.argv[4]))"
@@ -61,7 +62,7 @@ class WorkerProcess:
         On Linux the kernel kills it when the thread that started it ends.
         """
         ours, theirs = socket.socketpair()
-        mark = f"ATOMRL_WORKER={os.urandom(8).hex()}"
+        mark = new_mark()
         arguments = [json.dumps(_import_path()), module, str(theirs.fileno()), str(os.getpid())]
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", _COMMAND, *arguments],
@@ -99,13 +100,7 @@ class WorkerProcess:
         for kill in (os.killpg, os.kill):  # the group; the process itself, in case it has left its group
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 kill(self.process.pid, signal.SIGKILL)
-        for _ in range(_KILLS):
-            if not (descendants := descendants - {self.process.pid}):
-                break
-            for pid in descendants:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            descendants = _marked(self.mark)
+        kill_marked(self.mark, descendants - {self.process.pid})
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(2.0)
         self.connection.close()
@@ -271,6 +266,24 @@ class WorkerPool(Generic[Worker]):
         """
         self._load_crashes += 1
         return self._load_crashes >= MAX_LOAD_CRASHES
+
+
+def new_mark() -> str:
+    """Return `NAME=VALUE` for the environment of a new process, by which it and its descendants are recognised.
+
+    It begins with the mark of this process, so that whoever kills this process kills them too.
+    """
+    return f"{_MARK}={os.environ.get(_MARK, '')}{os.urandom(8).hex()}"
+
+
+def kill_marked(mark: bytes, pids: Collection[int] = ()) -> None:
+    """Kill processes, and on Linux all that have `mark` in their environment, with their descendants."""
+    for _ in range(_KILLS):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not (pids := _marked(mark)):
+            return
 
 
 def _marked(mark: bytes, ancestor: int | None = None) -> set[int]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
-import time
 import urllib.request
 from collections.abc import Generator, Iterable
 from concurrent.futures import Future
@@ -12,7 +12,6 @@ from contextlib import suppress
 from http.client import HTTPException
 from typing import Any, NamedTuple
 from urllib.error import HTTPError
-from urllib.parse import urlsplit
 
 from atomrl.common.errors import ServiceFault, is_temporary
 from atomrl.data.tasks import find
@@ -232,13 +231,12 @@ def retrieve(url: str, query: str, topk: int, timeout_s: float) -> list[str]:
     """
     body = json.dumps({"queries": [query], "topk": topk, "return_scores": True}).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-    # The timeout of `urlopen` is per read: a server that sends a byte now and then would never reach it.
-    result: Future[bytes] = Future()
-    end = time.monotonic() + timeout_s
-    threading.Thread(target=_exchange, args=(request, end, result), name="retrieve", daemon=True).start()
+    exchange = _Exchange(timeout_s)
+    threading.Thread(target=exchange.run, args=(request,), name="retrieve", daemon=True).start()
     try:
-        content = result.result(timeout_s)
+        content = exchange.answer.result(timeout_s)
     except TimeoutError:
+        exchange.give_up()
         raise ConnectionError(f"{url} has not answered within {timeout_s:g} s") from None
     except HTTPError as error:
         if is_temporary(error.code):
@@ -261,33 +259,71 @@ def retrieve(url: str, query: str, topk: int, timeout_s: float) -> list[str]:
         raise ServiceFault(message) from None
 
 
-class _SameHost(urllib.request.HTTPRedirectHandler):
-    """Follows redirects to the same host only: another one was not configured, and must not get the queries."""
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Refuses redirects: they would drop the queries, and another host was not configured and must not get them."""
 
     def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: str) -> Any:
-        if urlsplit(newurl).netloc != urlsplit(req.full_url).netloc:
-            raise ServiceFault(f"{req.full_url} redirects to another host: {newurl}; set `url` to it if it is yours")
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
+        raise ServiceFault(f"{req.full_url} redirects to {newurl}: set `url` to it if it is yours")
 
 
-def _exchange(request: urllib.request.Request, end: float, result: Future[bytes]) -> None:
-    """Send a request, and set its answer or error, an HTTPError with the beginning of its body; stops at `end`."""
-    url, content = request.full_url, bytearray()
-    try:
-        left_s = max(0.01, end - time.monotonic())
-        with urllib.request.build_opener(_SameHost).open(request, timeout=left_s) as answer:
-            while (part := answer.read1(1 << 16)) and time.monotonic() < end:
-                content += part
-                if len(content) > MAX_ANSWER_BYTES:
-                    raise ServiceFault(f"{url}: the answer is longer than {MAX_ANSWER_BYTES} bytes")
-        result.set_result(bytes(content))
-    except HTTPError as error:
-        if not is_temporary(error.code):
-            with suppress(OSError, HTTPException):
-                error.msg = error.read(200).decode(errors="replace")
-        result.set_exception(error)
-    except BaseException as error:  # the caller raises it
-        result.set_exception(error)
+class _Exchange(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
+    """A request and its answer, which can be given up at any time.
+
+    The timeout of `urlopen` is per read: a server that sends a byte now and then, of a header or an error's body say,
+    would never reach it.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__()
+        self.answer: Future[bytes] = Future()
+        """The content, or the error; the message of an `HTTPError` is the beginning of its body."""
+        self._timeout_s, self._given_up = timeout_s, False
+        self._sockets: list[socket.socket] = []
+
+    def run(self, request: urllib.request.Request) -> None:
+        """Send the request and set `answer`."""
+        url, content = request.full_url, bytearray()
+        try:
+            with urllib.request.build_opener(_NoRedirect, self).open(request, timeout=self._timeout_s) as answer:
+                while part := answer.read1(1 << 16):
+                    content += part
+                    if len(content) > MAX_ANSWER_BYTES:
+                        raise ServiceFault(f"{url}: the answer is longer than {MAX_ANSWER_BYTES} bytes")
+            self.answer.set_result(bytes(content))
+        except HTTPError as error:
+            if not is_temporary(error.code):
+                with suppress(OSError, HTTPException):
+                    error.msg = error.read(200).decode(errors="replace")
+            self.answer.set_exception(error)
+        except BaseException as error:  # the caller raises it
+            self.answer.set_exception(error)
+        finally:
+            for connected in self._sockets:
+                connected.close()
+
+    def give_up(self) -> None:
+        """End the exchange: `run` returns soon."""
+        self._given_up = True
+        for connected in [*self._sockets]:
+            with suppress(OSError):
+                connected.shutdown(socket.SHUT_RDWR)
+
+    def do_open(self, http_class: Any, req: Any, **settings: Any) -> Any:
+        """Open a connection whose socket `give_up` can shut down."""
+
+        def connection(host: str, **named: Any) -> Any:
+            made = http_class(host, **named)
+            made._create_connection = self._connect
+            return made
+
+        return super().do_open(connection, req, **settings)
+
+    def _connect(self, *address: Any) -> socket.socket:
+        made = socket.create_connection(*address)
+        self._sockets.append(made.dup())  # TLS and the answer take `made` over
+        if self._given_up:
+            self.give_up()
+        return made
 
 
 def contents_of(item: Any) -> str:

@@ -20,6 +20,7 @@ from pydantic import ConfigDict, ValidationError, validate_call
 
 from atomrl.common.errors import ServiceFault, describe_error, is_away
 from atomrl.common.functions import find_function
+from atomrl.common.processes import kill_marked, new_mark
 from atomrl.common.secrets import expand_variables, mask_secrets, secrets_of
 from atomrl.environments.tool_calls import Call, Form, Schema, find_calls
 from atomrl.environments.worker import CallThread, TooLong
@@ -479,7 +480,9 @@ class McpServer:
             command, *args = map(expand_variables, mcp)
             env = {name: expand_variables(value) for name, value in self.tool["env"].items()}
             self._set_secrets({"mcp": [command, *args], "env": env})
-            server: Any = StdioServerParameters(command=command, args=args, env=env or None)
+            mark = new_mark()
+            stack.callback(kill_marked, mark.encode())  # the client ends the server, but not children outside its group
+            server: Any = StdioServerParameters(command=command, args=args, env=env | dict([mark.split("=")]))
         else:
             import httpx2
 

@@ -100,6 +100,8 @@ class PreparedRun(ABC):
     config: RunConfig
     tokenizer: Any
     algorithm: Algorithm
+    given: Mapping[str, Any] | None = None
+    """The keys of the config as it was loaded."""
     # Set by `execute`, before it calls `open`.
     start: str
     """Folder or hub name of the model that training starts from."""
@@ -202,7 +204,12 @@ class PreparedRun(ABC):
             self.start = starting_model(config, self.tokenizer, directory)
             trainer_config = with_settings(config, settings or {})
             self.trainer = trainer = build_trainer(
-                trainer_config, self.algorithm, self.start, cluster=self.cluster, tokenizer=self.tokenizer
+                trainer_config,
+                self.algorithm,
+                self.start,
+                cluster=self.cluster,
+                given=self.given,
+                tokenizer=self.tokenizer,
             )
             stack.callback(trainer.close)
             if newest:

@@ -324,6 +324,7 @@ def build_trainer(
     ranks: Ranks | None = None,
     device: torch.device | None = None,
     cluster: RayCluster | None = None,
+    given: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> TrainingBackend:
     """Build the training back end: in this process, on the ranks of `backend`, or in the cluster's `trainer` actors.
@@ -336,12 +337,13 @@ def build_trainer(
         path: folder or hub name of the policy's initial weights.
         ranks: the group of ranks, of which this process is one; None: a section `backend` starts them.
         device: of this rank; None: `model.device`.
+        given: the keys of the config as it was loaded, which the ranks of a launcher compare.
         options: further arguments of `BaseBackend`: `tokenizer`, and the roles to load.
     """
     # Start ranks or actors.
     if ranks is None and config.backend is not None and not in_actors(config):
         build_rank = partial(build_trainer, config, algorithm, path)
-        return start_ranks(build_rank, config.backend, device_name(config.model.device), **options)
+        return start_ranks(build_rank, config.backend, device_name(config.model.device), given=given, **options)
     if cluster is not None and "trainer" in cluster.wanted:
         remote = config.model_copy(update={"model": actor_model(config.model)})
         build_part = partial(build_trainer, remote, algorithm, path)

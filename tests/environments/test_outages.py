@@ -13,6 +13,7 @@ from atomrl.common import errors as outages
 from atomrl.common import processes as progress
 from atomrl.common.errors import Outage, ServiceGone, is_away
 from atomrl.config import EnvironmentConfig
+from atomrl.environments.builtin import retrieve
 from atomrl.environments.pool import EnvironmentPool
 from atomrl.environments.worker import EpisodeError
 from atomrl.types import Problem
@@ -98,6 +99,17 @@ def test_a_search_waits_until_its_service_answers(retriever, deed, caplog):
     assert "is available again after" in caplog.text
 
 
+@pytest.mark.parametrize("deed", [slow_headers, slow_error, drip])
+def test_a_request_that_is_given_up_ends(retriever, deed):
+    retriever.usual = deed
+    with pytest.raises(ConnectionError, match=r"has not answered within 0\.2 s"):
+        retrieve(retriever.url, "who?", 1, 0.2)
+    for thread in threading.enumerate():
+        if thread.name == "retrieve":
+            thread.join(60)
+            assert not thread.is_alive()
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
 def test_a_service_away_for_too_long_ends_the_run(host):
     with socket.socket() as free:
@@ -136,7 +148,8 @@ def test_a_service_that_comes_back():
     (answer({"result": [[{"contents": None}]]}), "not a list of documents"), (answer(5), "not a list of documents"),
     (send(b"no such route", 404), "HTTP 404: no such route"), (send(b"who?", 401), "HTTP 401: who"),
     (send(b"bad", 422), "HTTP 422: bad"),
-    (send(b"", 302, Location="http://127.0.0.1:9/retrieve"), "redirects to another host: http://127.0.0.1:9"),
+    (send(b"", 302, Location="http://127.0.0.1:9/retrieve"), "redirects to http://127.0.0.1:9"),
+    (send(b"", 308, Location="/retrieve/"), "redirects to http://.*/retrieve/"),
 ])  # fmt: skip
 def test_a_service_with_invalid_replies_ends_the_run_at_once(retriever, deed, words):
     retriever.usual = deed

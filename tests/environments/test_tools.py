@@ -21,7 +21,7 @@ from atomrl.engines.requests import generate
 from atomrl.environments import tools as module
 from atomrl.environments.pool import CHARACTERS_PER_TOKEN, EnvironmentPool
 from atomrl.environments.tool_calls import FORMS, Call, find_calls, find_form
-from atomrl.environments.tools import CRASHES, McpCrash, McpServer, connected
+from atomrl.environments.tools import CRASHES, McpCrash, McpServer, connected, find_schemas
 from atomrl.environments.worker import EpisodeError
 from atomrl.sandbox import running
 from atomrl.trainer.checks import check_environment, check_outcome, with_tools
@@ -535,12 +535,24 @@ def test_an_mcp_server_that_never_comes_up_leaves_no_process(tmp_path, caplog):
     assert "never retrieved" not in caplog.text
 
 
+CHILD = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", {silent!r}, sys.argv[1]], start_new_session=True)
+time.sleep({seconds})
+"""
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found by /proc")
-def test_an_mcp_server_that_is_silent_has_ended_when_the_check_of_a_config_has(tmp_path):
+@pytest.mark.parametrize("code", [
+    SILENT,
+    CHILD.format(silent=SILENT, seconds=600),
+    CHILD.format(silent=SILENT, seconds=0),
+], ids=["silent", "with a child in its own session", "with a child, and has ended"])  # fmt: skip
+def test_an_mcp_server_and_its_children_have_ended_when_the_check_of_a_config_has(tmp_path, code):
     pytest.importorskip("mcp", reason="needs the extra mcp")
     name = f"silent-{tmp_path}"
-    tool = ToolConfig(mcp=[sys.executable, "-c", SILENT, name], timeout_s=0.5).model_dump(mode="json")
-    with pytest.raises(TimeoutError, match=r"the MCP server .*no answer within 0\.5 s"):
+    tool = ToolConfig(mcp=[sys.executable, "-c", code, name], timeout_s=0.5).model_dump(mode="json")
+    with pytest.raises((TimeoutError, ConnectionError), match=f"the MCP server {sys.executable}"):
         find_schemas([tool])
     assert not running_with(name)
 

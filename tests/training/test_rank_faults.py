@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing, suppress
+from datetime import timedelta
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from atomrl.backends.group import RankFailed, RankLost
 from atomrl.common.metrics import values
 from atomrl.common.processes import WorkerProcess
 from atomrl.config import ConfigError
+from atomrl.weight_sync.channels import LOOPBACK, open_store
 from benchmarks.rank_faults import Outcome, distance, prepare
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch, weights_of
@@ -59,6 +61,43 @@ def test_a_rank_that_stands_still_before_it_has_joined_is_named(folder, monkeypa
     monkeypatch.setattr(ranks, "START_S", 1.0)
     with pytest.raises(RankLost, match=r"rank 1 \(pid \d+\) has not started within 1 s"):
         ranked(folder)
+
+
+@pytest.fixture
+def four(monkeypatch):
+    """Three of four ranks, in this process and without a process group; rank 1 is frozen. Each broadcast times out."""
+
+    def late(*given, **settings):
+        raise RuntimeError("Timed out waiting 1000ms for recv operation to complete")
+
+    for name, replaced in {"init_process_group": None, "new_group": None, "broadcast": late}.items():
+        monkeypatch.setattr(f"torch.distributed.{name}", replaced or (lambda *given, **settings: None))
+    monkeypatch.setattr(group, "STOPPED_S", 2.0)
+    store, _ = open_store(LOOPBACK, timedelta(seconds=60))
+    made = {rank: group.Ranks(store, rank, 4, torch.device("cpu"), 1.0) for rank in (0, 2, 3)}
+    yield made
+    for one in made.values():
+        one.close()
+
+
+def test_a_rank_that_forwards_a_command_is_not_blamed_for_a_frozen_one(four):
+    with pytest.raises(RankFailed, match="no command arrives: Timed out"):
+        four[2].receive()
+    four[0].exited = lambda: {2: "(pid 2) died with exit code 1"}
+    with pytest.raises(RankLost, match=r"^rank 1 does not respond"):
+        four[0].send("step")
+
+
+def test_other_configs_of_ranks_are_named():
+    configs = torch.distributed.HashStore()
+    given = {"train.learning_rate": 1e-3, "data.train": "a.jsonl"}
+    for rank in range(3):
+        configs.set(str(rank), json.dumps(given))
+    ranks.check_same_configs(configs, 3)
+    configs.set("2", json.dumps(given | {"train.learning_rate": 1e-4, "seed": 1}))
+    said = "train.learning_rate: 0.0001 on rank 2, 0.001 on rank 0; seed: 1 on rank 2, None on rank 0"
+    with pytest.raises(ConfigError, match=said):
+        ranks.check_same_configs(configs, 3)
 
 
 FAULTS = {
