@@ -236,7 +236,7 @@ RULES = (
 # Apply the rules while a run is running, or to its `metrics.jsonl` afterwards.
 
 FIRST_ROWS, LAST_ROWS = 20, 100
-MOST_CHECKS = 5_000
+MOST_CHECKS = 1_000
 
 
 class Doctor:
