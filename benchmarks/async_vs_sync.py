@@ -187,11 +187,11 @@ def measured(rows: Sequence[Mapping[str, float]], prompts: int) -> dict[str, Any
     }
     waits = [a + b + c for a, b, c in zip(phases["gen"], phases["reward"], phases["wait"], strict=True)]
     weights = [row["timing_s/step"] for row in rows]
-    asynchronous = "async/engine_idle" in rows[-1]
+    asynchronous = "perf/engine_idle" in rows[-1]
     later = rows[1:]  # the first step of an asynchronous run has nothing to run beside
     engine_idle = 1 - sum(phases["gen"]) / total
     if asynchronous:
-        engine_idle = sum(row["async/engine_idle"] * row["timing_s/step"] for row in later) / sum(weights[1:])
+        engine_idle = sum(row["perf/engine_idle"] * row["timing_s/step"] for row in later) / sum(weights[1:])
     return {
         "steps": len(rows),
         "prompts": prompts,

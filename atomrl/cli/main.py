@@ -165,6 +165,7 @@ def fill_parser(parser: argparse.ArgumentParser, path: Sequence[str]) -> Run:
     module = importlib.import_module(f"atomrl.cli.{COMMANDS[path[0]].module}")
     add = getattr(module, f"add_{'_'.join(path)}")
     parser.prog, parser.description = " ".join(["atomrl", *path]), inspect.getdoc(add)
+    setattr(parser, "color", False)  # Python 3.14 would colour the help  # noqa: B010
     parser.set_defaults(command=" ".join(path))
     parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
     run: Run = add(parser)

@@ -286,7 +286,7 @@ def conversation(episode: Episode) -> Iterator[str]:
         c
         --- ended by the environment after 2 turns, outcome 1
     """
-    from atomrl.tracking.console import printable
+    from atomrl.common.terminal import printable
 
     def quoted(text: str) -> Iterator[str]:
         yield from (f"> {line}" for line in printable(text).strip("\n").splitlines())

@@ -313,7 +313,7 @@ def by_token(table: TokenTable, one: Replayed, other: Replayed) -> list[dict[str
 
 def differences(folder: Path, rows: list[dict[str, Any]], top: int) -> str:
     """Format the tokens whose gradients differ most; `completion` is the line in the step's `train.jsonl`, from 0."""
-    from atomrl.tracking.console import printable
+    from atomrl.common.terminal import printable
     from atomrl.tracking.reading.rollouts import token_texts
 
     def change(row: dict[str, Any]) -> float:

@@ -162,7 +162,7 @@ def select_rollouts(run: Run, arguments: argparse.Namespace) -> Sequence[int]:
 
 def format_line(row: dict[str, Any]) -> str:
     """Format step, prompt, reward, advantage, length and the beginning of a completion in one line."""
-    from atomrl.tracking.console import printable
+    from atomrl.common.terminal import printable
 
     if not row:
         return "(its file has changed)"
@@ -177,7 +177,8 @@ def format_line(row: dict[str, Any]) -> str:
 
 def format_full(row: dict[str, Any]) -> str:
     """Format prompt, completion (of an episode, turn by turn), ground truth and rewards in full."""
-    from atomrl.tracking.console import by_turn, printable
+    from atomrl.common.terminal import printable
+    from atomrl.tracking.console import by_turn
 
     numbers = {
         key: row.get(key) for key in ("reward", "reward_parts", "advantage", "completion_tokens", "finish_reason")

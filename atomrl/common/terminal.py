@@ -11,6 +11,8 @@ CONTROL = re.compile(
 )
 """Control characters but newline and tab, and marks that change the direction of text. A carriage return may begin a
 text, as in a progress bar, or end a line."""
+CURSOR_UP = re.compile(r"(?:\x1b\[A)+")
+"""What tqdm writes, alone, between the bars of several downloads."""
 
 
 def printable(text: str) -> str:
@@ -24,14 +26,22 @@ def printable(text: str) -> str:
 
 
 class PrintableStream:
-    """Text stream that writes `printable` text to another one."""
+    """Text stream that writes `printable` text to another one.
+
+    Attributes:
+        terminal: the other stream, for a program that draws on the terminal and cleans its texts itself.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
+    @property
+    def terminal(self) -> TextIO:
+        return self._stream
+
     def write(self, text: str) -> int:
         """Write a text, and return its length."""
-        self._stream.write(printable(text))
+        self._stream.write(text if CURSOR_UP.fullmatch(text) else printable(text))
         return len(text)
 
     def writelines(self, lines: Any) -> None:

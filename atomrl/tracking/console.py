@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, Self, TextIO
 
@@ -12,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from atomrl.common.terminal import printable, printable_output
 from atomrl.tracking.reading.metrics import accuracies, held_out_rewards
 
 TERMINAL_METRICS = {
@@ -67,23 +69,29 @@ class ProgressBar:
     ) -> None:
         self.total_steps, self.first_step, self._log = total_steps, first_step, log
         stream = stream or sys.stderr
-        self._console, self._live = Console(file=stream), stream.isatty()
+        # rich draws with control sequences, so it writes to the terminal itself, and only printable texts.
+        self._console, self._live = Console(file=getattr(stream, "terminal", stream)), stream.isatty()
         columns = BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn()
         eta = TextColumn("[dim]ETA {task.fields[eta]}")
         self._bar = _Bar(
             TextColumn("{task.description}", style="bold", markup=False), *columns, eta,
             console=self._console, refresh_per_second=4, expand=True, disable=not self._live,
         )  # fmt: skip
-        self._task = self._bar.add_task(name or "steps", total=total_steps, completed=first_step - 1, eta="-:--:--")
+        self._task = self._bar.add_task(
+            printable(name) or "steps", total=total_steps, completed=first_step - 1, eta="-:--:--"
+        )
+        self._output = ExitStack()
         self._started = time.monotonic()
         self._first: tuple[int, float] | None = None
 
     def __enter__(self) -> Self:
         self._started = time.monotonic()
         self._bar.start()
+        self._output.enter_context(printable_output())  # what others print while rich has replaced stdout and stderr
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._output.close()
         self._bar.stop()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -100,7 +108,7 @@ class ProgressBar:
     def note(self, text: str) -> None:
         """Print a line above the bar, for an evaluation or a checkpoint."""
         self._log(text)
-        self._console.print(Text(text), soft_wrap=True)
+        self._console.print(Text(printable(text)), soft_wrap=True)
 
     def show_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Print a few of a step's completions, spread over its prompts, as a table.
@@ -159,19 +167,6 @@ def describe_evaluation(metrics: Mapping[str, float]) -> str:
             return f"held-out {what}: " + ", ".join(f"{source} {metrics[name]:.3f}" for source, name in names.items())
     short = {name: name.partition("/")[2].replace("nll_per_token", "loss").replace("_", " ") for name in metrics}
     return "held-out " + ", ".join(f"{short[name]} {value:.4f}" for name, value in metrics.items())
-
-
-def printable(text: str) -> str:
-    """Escape terminal control characters (colours, cursor moves, text direction) in a text that a model wrote.
-
-    Example:
-        >>> print(printable("2 + 2\\n= \\x1b[2J4"))
-        2 + 2
-        = \\x1b[2J4
-    """
-    return "".join(
-        char if char.isprintable() or char in "\t\n" else char.encode("unicode_escape").decode() for char in text
-    )
 
 
 def shortened(text: str) -> str:

@@ -389,7 +389,8 @@ class RunDirectory:
 
         self.check_here()
         path = self.path / "rollouts" / step_folder(step) / TOKENS
-        metadata = {"step": str(step), "state": json.dumps(dict(state))}
+        # A single entry, since safetensors writes several in a random order: equal runs write the same bytes.
+        metadata = {"state": json.dumps(dict(state), sort_keys=True)}
         with disk_full_named(path.parent, f"{path.name} was not written"):
             write_bytes(path, save(dict(tensors), metadata))
 

@@ -279,8 +279,8 @@ def episode_metrics(trajectories: Sequence[Trajectory], batch: RowBatch) -> dict
     for label, number in sorted(Counter(filter(None, labels)).items()):
         metrics[f"environment/replies/{label}"] = number / count
     seconds = [turn.seconds for turn in turns] or [0.0]
-    metrics["environment/seconds/mean"] = sum(seconds) / len(seconds)
-    metrics["environment/seconds/max"] = max(seconds)
+    metrics["perf/environment_seconds/mean"] = sum(seconds) / len(seconds)
+    metrics["perf/environment_seconds/max"] = max(seconds)
     metrics["environment/turn_rewards"] = sum(turn.reward or 0.0 for turn in turns) / count
     dropped = (episode.turns[-1].sees_from for _, episode in episodes if episode.turns)
     metrics["environment/dropped_turns"] = sum(dropped) / count

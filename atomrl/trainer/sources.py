@@ -444,7 +444,7 @@ class AsyncRolloutSource(GroupSource):
             return self.stream.position, sorted([*self._again, *opened])
 
     def metrics(self) -> dict[str, float]:
-        """Return `async/...` of the last `collect`, over the time since the one before."""
+        """Return `async/...` and `perf/...` of the last `collect`, over the time since the one before."""
         return self._metrics
 
     def close(self) -> None:
@@ -475,13 +475,13 @@ class AsyncRolloutSource(GroupSource):
         passed, self._since = max(now - self._since, 1e-9), now
         drawing_s, self._drawing_s = self._drawing_s, 0.0
         self._metrics = staleness(accepted, version) | {
-            "async/trainer_idle": waited_s / passed,
-            "async/engine_idle": max(0.0, 1 - drawing_s / passed),
+            "perf/trainer_idle": waited_s / passed,
+            "perf/engine_idle": max(0.0, 1 - drawing_s / passed),
             "async/groups_ready": float(len(self._ready())),
             "async/groups_open": float(len(self._open)),
             "async/groups_dropped": float(self._dropped),
             "async/groups_cut": float(self._cut),
-            "async/groups_per_hour": 3600 * len(accepted) / passed,
+            "perf/groups_per_hour": 3600 * len(accepted) / passed,
         }
         self._dropped = self._cut = 0
 

@@ -86,6 +86,7 @@ SICK = {
     "dead_reward_part": {"reward_strict_math_mean": 0.0, "bonus": 0.4},
     "entropy_collapse": {"actor_entropy": late(0.3, 0.01), "by_group_frac_mixed": late(0.9, 0.3)},
     "gradient_spikes": {"actor_grad_norm": lambda step: 9.0 if step == 15 else 0.2},
+    "learns_nothing": {"critic_score_mean": late(0.098, 0.084, 11), "train_accuracy": late(0.098, 0.084, 11)},
     "replies_in_the_loss": {"trained_replies": 40.0, "replies": 1.5, "searches": late(1.4, 0.0)},
     "environment_failures": {
         "failed": late(0.0, 0.2),
@@ -118,6 +119,7 @@ SICK = {
     },
 }
 MORE_SICK = [
+    ("learns_nothing", {"critic_score_mean": late(-0.85, -0.9, 11), "critic_score_min": -1.0, "train_accuracy": None}),
     ("learning_rate_too_high", {"critic_score_mean": late(0.4, 0.05), "actor_entropy": late(0.3, 2.0)}),
     ("learning_rate_too_high", {"critic_score_mean": late(0.4, 0.0), "critic_score_max": late(1.0, 0.0),
                                 "response_length_clip_ratio": late(0.0, 1.0)}),
@@ -196,6 +198,10 @@ NEARLY = {
     "noise": {"critic_score_mean": lambda step: 0.4 + 0.05 * (step * 7 % 5), "actor_grad_norm":
               lambda step: 0.1 + 0.3 * (step % 3)},
     "a penalty that nobody earns": {"penalty": 0.0},
+    "a low accuracy that rises slowly": {"train_accuracy": lambda step: 0.05 + 0.002 * step,
+                                         "critic_score_mean": lambda step: 0.05 + 0.002 * step},
+    "a reward without accuracy, near its best from the start": {
+        "critic_score_mean": 0.9, "train_accuracy": None, "right": None},
     "format first, accuracy later": {"reward_strict_math_mean": lambda step: 0.0 if step < 9 else 0.1, "bonus": 0.3},
 }  # fmt: skip
 
@@ -273,6 +279,18 @@ def test_recorded_runs(path):
         assert findings == [expected] and max(columns["step"]) <= 20
     else:
         assert expected in findings and quote(expected, run["rollouts"]).startswith("reward ")
+
+
+def test_a_recorded_run_that_learnt_hears_nothing_of_learning_nothing():
+    """Two good runs of 20 steps end where they began, at chance; their accuracy falls as that of `SICK` does."""
+    said = set()
+    for path in RECORDED:
+        columns = json.loads(path.read_text(encoding="utf-8"))["metrics"]
+        if "learns_nothing" in ids(
+            [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        ):
+            said.add(path.stem)
+    assert said == {"good-quickstart-seed-1", "good-quickstart-seed-2"}
 
 
 def test_enough_runs_are_recorded():

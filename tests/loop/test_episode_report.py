@@ -42,7 +42,8 @@ def test_by_hand():
     assert metrics == pytest.approx({
         "environment/turns/mean": 2.0, "environment/turns/max": 3.0, "environment/turns/min": 1.0,
         "environment/replies": 1.0, "environment/replies/search": 0.5, "environment/replies/invalid": 0.25,
-        "environment/seconds/mean": 2.0 / 8, "environment/seconds/max": 1.0, "environment/token_share": 7 / 23,
+        "perf/environment_seconds/mean": 2.0 / 8, "perf/environment_seconds/max": 1.0,
+        "environment/token_share": 7 / 23,
         "environment/dropped_turns": 0.0, "environment/turn_rewards": 0.0,
         "environment/ended/environment": 0.25, "environment/ended/turns": 0.25, "environment/ended/length": 0.25,
         "environment/ended/abort": 0.0, "environment/ended/failed": 0.25, "train/reply_tokens": 0.0,

@@ -94,7 +94,12 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
     record, batch = TokenRecord(), training_batch(make_rows(groups=3))
     record.add(batch, {"logprobs": batch.old_logprobs[batch.recorded >= 0]})
     directory.write_tokens(3, record.tensors(), {"kl": 0.5})
-    table = read_tokens(directory.path / "rollouts" / "step_000003" / TOKENS)
+    path, written = directory.path / "rollouts" / "step_000003" / TOKENS, set()
+    for _ in range(20):  # the order of several entries of metadata would be random
+        directory.write_tokens(3, record.tensors(), {"kl": 0.5})
+        written.add(path.read_bytes())
+    assert len(written) == 1
+    table = read_tokens(path)
     assert table.step == 3 and table.state == {"kl": 0.5} and len(table) == 8
     kept = (batch.recorded >= 0).nonzero()[:, 0].tolist()
     for row, index in enumerate(kept):
@@ -125,10 +130,12 @@ def test_a_damaged_file_is_named(tmp_path, damage):
 
 
 def test_a_file_without_what_every_record_has_is_refused(tmp_path):
+    path = tmp_path / "step_000001" / TOKENS
+    path.parent.mkdir()
     save_file({"row/lengths": torch.ones(1), "prompt_sizes": torch.ones(1), "prompt_tokens": torch.ones(1)},
-              tmp_path / TOKENS, {"step": "1", "state": "{}"})  # fmt: skip
+              path, {"state": "{}"})  # fmt: skip
     with pytest.raises(ValueError, match="advantages, group_ids"):
-        read_tokens(tmp_path / TOKENS)
+        read_tokens(path)
 
 
 def test_groups_with_different_rewards_are_recorded_first():

@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from atomrl.cli.runs import format_full
+from atomrl.common.terminal import printable_output
 from atomrl.tracking.console import ProgressBar, by_turn, describe
 from atomrl.tracking.reading import load_run
 from atomrl.tracking.reading.comparison import draw_curves, panels
@@ -53,6 +54,24 @@ def test_on_a_terminal_a_live_bar():
     assert "step 1/2" not in text
 
 
+def test_a_bar_is_drawn_where_foreign_text_is_made_printable(monkeypatch):
+    """The bar's own control sequences reach the terminal; those of names, lines, prints and logs do not."""
+    stream = Terminal()
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setattr("sys.stdout", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    with printable_output(), ProgressBar(2, name="a\x1b]0;t\x07", stream=sys.stderr) as progress:
+        progress.update(1, METRICS)
+        progress.note("held-out \x1b[2J")
+        print("reward \u202e\x1b]0;t\x07")
+        print("server \x1b[5A", file=sys.stderr)
+    text = stream.getvalue()
+    assert "\x1b[1A" in text and "\\u001b[1A" not in text, "rich moves the cursor up"
+    assert not any(foreign in text for foreign in ("\x1b]0;", "\x1b[2J", "\u202e", "\x07", "\x1b[5A"))
+    assert all(shown in text for shown in (r"\u001b[2J", r"\u202e\u001b]0;t\u0007", r"server \u001b[5A"))
+    assert sys.stderr is stream and sys.stdout is stream
+
+
 def test_a_name_with_markup_is_shown_as_it_is():
     stream = Terminal()
     with ProgressBar(2, name="a[/x]", stream=stream) as progress:
@@ -71,7 +90,7 @@ def test_completions_cannot_steer_the_terminal():
     ProgressBar(1, stream=stream).show_completions(1, [row])
     text = stream.getvalue()
     assert not set(text) & set("\x1b\x9b\x07\r\u202e")
-    assert all(shown in text for shown in (r"\x1b]0;title\x07 [/x]", r"\x1b[2J\x9b3J", "三加五"))
+    assert all(shown in text for shown in (r"\u001b]0;title\u0007 [/x]", r"\u001b[2J\u009b3J", "三加五"))
 
 
 def test_pairs_show_their_margin():
@@ -170,10 +189,10 @@ def test_an_episode_is_shown_turn_by_turn():
     stream = io.StringIO()
     ProgressBar(1, stream=stream).show_completions(1, [row])
     text = stream.getvalue()
-    assert r"\x1b[2J" in text and "\x1b" not in text and text.count("z") < 250 and "ended: failed" in text
+    assert r"\u001b[2J" in text and "\x1b" not in text and text.count("z") < 250 and "ended: failed" in text
     opening, said, answered, last, ended = by_turn(episode).plain.splitlines()
     assert (opening, said, last, ended) == ("> go", "who?", "", "ended: failed: crash: exit 3")
-    assert answered.startswith(r"> search, err or (0.10 s, reward 0.5): \x1b[2Jézzz") and answered.endswith("z…")
+    assert answered.startswith(r"> search, err or (0.10 s, reward 0.5): \u001b[2Jézzz") and answered.endswith("z…")
 
 
 def test_an_episode_in_full_is_not_shortened():
@@ -182,7 +201,7 @@ def test_an_episode_in_full_is_not_shortened():
     episode["turns"] = [turn] * 5
     lines = by_turn(episode, whole=True).plain.splitlines()
     assert lines.count("who?") == 5 and sum(line.endswith("z" * 500) for line in lines) == 5
-    assert lines[:4] == ["> go", "who?", "> search, error (0.10 s, reward 0.5): " + "z" * 500, r"> end\x1b[2J"]
+    assert lines[:4] == ["> go", "who?", "> search, error (0.10 s, reward 0.5): " + "z" * 500, r"> end\u001b[2J"]
     assert lines[-1] == "ended: failed: crash: exit 3"
     row = {"step": 1, "prompt": "p", "completion": "who?who?", "reward": None, "episode": episode}
     assert "\n".join(lines) in format_full(row) and "who?who?" not in format_full(row)

@@ -92,7 +92,7 @@ def record_tokens(folder: Path, step: int, times: int = 1) -> None:
             tables[name] = np.concatenate([np.tile(row, times) for row in rows])
         tables["row/lengths"] = np.array(sizes, np.int32) * times + 4
         write_text(path, path.read_text().replace("[5, 6, 7]", json.dumps([5, 6, 7] * times)))
-    save_file(tables, path.with_name("tokens.safetensors"), {"step": str(step), "state": "{}"})
+    save_file(tables, path.with_name("tokens.safetensors"), {"state": "{}"})
 
 
 def log_evaluation(folder: Path, step: int, right: int) -> None:

@@ -38,6 +38,7 @@ from atomrl.tracking.doctor.rules import (
     gradient_spikes,
     is_evaluation,
     learning_rate_too_high,
+    learns_nothing,
     length_limit,
     missing_stop_token,
     no_mixed_groups,
@@ -216,6 +217,17 @@ RULES = (
         "a smaller train.max_grad_norm or train.learning_rate; look at this step's rollouts/ for odd texts or rewards.",
         frozenset({"learning_rate_too_high"}),
     ),
+    Rule(
+        "warning", learns_nothing,
+        "a higher train.learning_rate (3 times), larger batches (rollout.completions_per_prompt), easier problems "
+        "(data.train) or a warm start (SFT); read rollouts/ for what is rewarded. If the steps so far are a small part "
+        "of the run, wait.",
+        NO_SIGNAL | {
+            "skipped_updates", "replies_in_the_loss", "environment_failures", "reward_failures", "stale_weights",
+            "rollout_gap", "reward_without_accuracy", "format_alone_is_paid", "no_mixed_groups", "invalid_actions",
+            "replies_die_out", "entropy_collapse",
+        },
+    ),
 )  # fmt: skip
 """Causes stand before the findings that they explain."""
 
@@ -224,7 +236,7 @@ RULES = (
 # Apply the rules while a run is running, or to its `metrics.jsonl` afterwards.
 
 FIRST_ROWS, LAST_ROWS = 20, 100
-MOST_CHECKS = 5_000
+MOST_CHECKS = 1_000
 
 
 class Doctor:

@@ -414,6 +414,26 @@ def reward_without_accuracy(rows: MetricRows) -> Verdict:
         )
 
 
+def learns_nothing(rows: MetricRows) -> Verdict:
+    """Accuracy (without it, the place of the reward in its range) has not risen in 20 steps, and is low: the rewards
+    differ and the updates are made, but the policy gets no better. A run that begins higher may have little to gain."""
+    score = shift(rows, "critic/score/mean", LONG)
+    if score.change > 0:
+        return
+    what = "Accuracy" if column(rows, "train/accuracy") else "The reward"
+    if what == "Accuracy":
+        now = shift(rows, "train/accuracy", LONG)
+        place = now.late
+    else:
+        now, low = score, min(column(rows, "critic/score/min"), default=0.0)
+        height = max(column(rows, "critic/score/max"), default=0.0) - low
+        place = (now.late - low) / height if height > 0 else 1.0
+    if now.change <= 0 and place < 0.2:
+        yield Symptom(
+            f"{what} is low and has not risen: {now.early:.3g} in the first {LONG} steps, {now.late:.3g} in the last."
+        )
+
+
 def stale_weights(rows: MetricRows) -> Verdict:
     """The engine does not receive new weights: the gap between its probabilities and the trainer's was small at the
     first step, when both had the same weights, and has grown many times since.

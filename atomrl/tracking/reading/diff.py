@@ -21,7 +21,7 @@ BY_STEP: tuple[Part, ...] = (*OF_ROLLOUTS, "metrics")
 """Parts of a step that are compared, in causal order."""
 ENVIRONMENT = ("python", "platform", "packages", "cpus", "threads", "cpu", "gpus", "git")
 """Entries of `env.json` that may affect results."""
-OF_THE_CLOCK = ("timing_s/", "perf/", "memory/", "async/", "environment/seconds")
+OF_THE_CLOCK = ("timing_s/", "perf/", "memory/", "async/")
 """Metrics that differ between any two runs."""
 CONTEXT = 60
 """Characters shown before and after the first difference of two texts."""

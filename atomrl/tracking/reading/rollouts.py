@@ -100,7 +100,7 @@ def read_tokens(path: Path) -> TokenTable | None:
         arrays = load(data)
         sizes = np.cumsum(arrays["prompt_sizes"])[:-1]
         table = TokenTable(
-            step=int(metadata["step"]),
+            step=int(path.parent.name.removeprefix("step_")),
             rows={name.removeprefix("row/"): value for name, value in arrays.items() if name.startswith("row/")},
             tokens={name.removeprefix("token/"): value for name, value in arrays.items() if name.startswith("token/")},
             prompts=np.split(arrays["prompt_tokens"], sizes),

@@ -32,6 +32,7 @@ export const CHINESE = {
   replies_die_out: ["某种回复消失", "一种曾经常见的环境回复几乎消失，而模型并未因此变好：例如不再搜索，或不再调用工具。", "检查奖励中对每次回复的惩罚：只对正确答案施加，或设 algorithm.advantage.type=grpo_no_std；逐项比较 reward/NAME/mean，并阅读 rollouts/。"],
   entropy_collapse: ["熵崩溃", "熵降到开始时的十分之一，而仍有许多错误、多数组完全相同：策略不再探索。", "algorithm.clip.high=0.28，降低 train.learning_rate，rollout.temperature=1，或加 KL 惩罚（algorithm.kl.coefficient=0.001）。"],
   gradient_spikes: ["梯度尖峰", "梯度范数达到平常的十倍、最初几步最大值的三倍。偶尔一次会被裁剪，多次则会破坏已学到的内容。", "减小 train.max_grad_norm 或 train.learning_rate；查看这一步 rollouts/ 中异常的文本或奖励。"],
+  learns_nothing: ["没有学到东西", "至少 20 步以来准确率（没有准确率时为奖励）没有上升，而且很低：奖励有差异，权重也在更新，但策略没有变好。", "把 train.learning_rate 提高到三倍；增大 rollout.completions_per_prompt；换更容易的题目（data.train），或先做 SFT；阅读 rollouts/，看什么得到了奖励。如果这些步只是整个训练的一小部分，请继续等待。"],
 };
 
 /** @param {string} id */
