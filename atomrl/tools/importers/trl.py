@@ -200,6 +200,35 @@ DPO_DEFAULTS: Settings = {
     "use_weighting": False,
     "sync_ref_model": False,
 }
+KTO_DEFAULTS: Settings = {
+    "learning_rate": 1e-6,
+    "max_length": 1024,
+    "loss_type": "kto",
+    "beta": 0.1,
+    "desirable_weight": 1.0,
+    "undesirable_weight": 1.0,
+}
+ORPO_DEFAULTS: Settings = {"learning_rate": 1e-6, "max_length": 1024, "beta": 0.1}
+CPO_DEFAULTS: Settings = {
+    "learning_rate": 1e-6,
+    "max_length": 1024,
+    "loss_type": "sigmoid",
+    "beta": 0.1,
+    "label_smoothing": 0.0,
+    "cpo_alpha": 1.0,
+    "simpo_gamma": 0.5,
+}
+ONLINE_DPO_DEFAULTS: Settings = {
+    "learning_rate": 5e-7,
+    "max_length": 512,
+    "max_new_tokens": 64,
+    "temperature": 0.9,
+    "top_p": 1.0,
+    "top_k": 0,
+    "loss_type": "sigmoid",
+    "beta": [0.1],
+    "use_vllm": False,
+}
 REWARD_DEFAULTS: Settings = {"learning_rate": 1e-4, "max_length": 1024}
 
 LOSSES = {
@@ -265,6 +294,88 @@ def translate_dpo(t: Translation, processes: int) -> None:
     _losses(t)
     _batches(t, processes, rows_of_one=2)
     _lengths(t, "truncated")
+
+
+def translate_kto(t: Translation, processes: int) -> None:
+    """Translate the arguments of KTO and its variants, which train on completions with labels."""
+    t.refuse_set({"precompute_ref_log_probs": "the reference's log-probs are computed in each step"})
+    kind = t.choice(
+        "loss_type", t("loss_type"), {"kto": "kto", "bco": "bco", "apo_zero_unpaired": "apo_zero_unpaired"}
+    )
+    t.put("algorithm.name", kind, "loss_type")
+    t.put("algorithm.loss", [{"type": kind, "beta": t.number("beta")}], "beta")
+    for name in ("desirable_weight", "undesirable_weight"):
+        if kind != "bco":
+            t.put("algorithm.loss", [{**_only_loss(t), name: t.number(name)}], name)
+        elif t.number(name) != 1:
+            raise t.refuse(name, t(name), "bco has no weights")
+    if kind == "kto":
+        t.differ("KTO's reference point z_0", "from the completions of a forward pass", "from those of the step")
+    _batches(t, processes, rows_of_one=2)
+    _lengths(t, "truncated")
+
+
+def _only_loss(t: Translation) -> dict[str, Any]:
+    loss = t.tree["algorithm"]["loss"]
+    return dict(loss[0] if isinstance(loss, list) else loss)
+
+
+def translate_orpo(t: Translation, processes: int) -> None:
+    """Translate ORPO's own arguments."""
+    t.put("algorithm.name", "orpo")
+    t.put("algorithm.loss", [{"type": "odds_ratio", "beta": t.number("beta")}], "beta")
+    t.differ("likelihood of the chosen row", "of prompt and completion", "of the completion")
+    _batches(t, processes, rows_of_one=2)
+    _lengths(t, "truncated")
+
+
+def translate_cpo(t: Translation, processes: int) -> None:
+    """Translate the arguments of CPO and SimPO."""
+    t.refuse_set({"alpha": "AlphaPO is algorithm.score.shape: set it in a config"})
+    kind, beta = t("loss_type"), t.number("beta")
+    t.put("algorithm.name", "cpo")
+    loss: dict[str, Any] = {
+        "type": t.choice("loss_type", kind, {"sigmoid": "sigmoid", "simpo": "sigmoid", "hinge": "hinge", "ipo": "ipo"})
+    }
+    loss |= {"beta": beta}
+    if loss["type"] == "sigmoid":
+        loss |= {"label_smoothing": t.number("label_smoothing")}
+    if kind == "simpo":
+        loss |= {"target_margin": t.number("simpo_gamma")}
+    t.name_of(["simpo_gamma", "label_smoothing"])
+    t.put("algorithm.loss", [loss], "loss_type", "beta", "label_smoothing", "simpo_gamma")
+    t.put("algorithm.score", {"type": "logprob", "length_normalised": kind in ("simpo", "ipo")}, "loss_type")
+    likelihood = t.number("cpo_alpha")
+    t.put("algorithm.nll", {"coefficient": likelihood} if likelihood else None, "cpo_alpha")
+    _batches(t, processes, rows_of_one=2)
+    _lengths(t, "truncated")
+
+
+def translate_online_dpo(t: Translation, processes: int) -> None:
+    """Translate the arguments of online DPO: pairs of the policy's own completions, ranked by a reward."""
+    t.refuse_set({"judge": "completions are ranked by reward_funcs", "missing_eos_penalty": "give a reward function"})
+    t.put("algorithm.name", "online_dpo")
+    kind = t.choice("loss_type", t("loss_type"), {"sigmoid": "sigmoid", "ipo": "ipo"})
+    beta = t("beta")[0] if isinstance(t("beta"), list | tuple) and len(t("beta")) == 1 else t.number("beta")
+    t.put("algorithm.loss", [{"type": kind, "beta": float(beta)}], "loss_type", "beta")
+    t.move(
+        {
+            "rollout.temperature": ("temperature", float),
+            "rollout.top_p": ("top_p", float),
+            "rollout.top_k": ("top_k", lambda k: max(0, int(k))),
+            "rollout.max_completion_tokens": ("max_new_tokens", int),
+        }
+    )
+    _sampling(t)
+    prompts = t.count("per_device_train_batch_size") * processes * t.count("gradient_accumulation_steps")
+    t.put("rollout.prompts_per_step", prompts, "per_device_train_batch_size", "gradient_accumulation_steps")
+    t.put("rollout.completions_per_prompt", 2, because="a pair")
+    t.put("data.max_prompt_tokens", max(1, t.count("max_length") - t.count("max_new_tokens")), "max_length")
+    t.put("data.answer_field", None)
+    t.name_of(["use_vllm", "num_generations", "max_completion_length", "num_iterations", "shuffle_dataset", "epsilon"])
+    t.put_engine("use_vllm") if t.flag("use_vllm") else t.put("rollout.engine", "auto", "use_vllm")
+    put_steps(t, updates=1)
+    t.differ("pairs with equal rewards", "trained, in random order", "replaced by other prompts' pairs")
 
 
 def translate_reward(t: Translation, processes: int) -> None:
@@ -398,6 +509,12 @@ TRAINERS: Mapping[str, Trainer] = {
         "loss_weights", "ld_alpha", "f_divergence_type", "precompute_ref_log_probs", "use_weighting", "discopop_tau",
         "label_smoothing",
     })),
+    "kto": Trainer("KTO", KTO_DEFAULTS, translate_kto, frozenset({"desirable_weight", "undesirable_weight"})),
+    "orpo": Trainer("ORPO", ORPO_DEFAULTS, translate_orpo, frozenset()),
+    "cpo": Trainer("CPO", CPO_DEFAULTS, translate_cpo, frozenset({"cpo_alpha", "simpo_gamma"})),
+    "online_dpo": Trainer("OnlineDPO", ONLINE_DPO_DEFAULTS, translate_online_dpo, frozenset({
+        "missing_eos_penalty", "max_new_tokens",
+    }), samples=True),
     "reward": Trainer("Reward", REWARD_DEFAULTS, translate_reward, frozenset({
         "center_rewards_coefficient",
     })),

@@ -17,7 +17,7 @@ from atomrl.config.loading import renamed
 from atomrl.data.files import DataError, RawRow, error_list
 from atomrl.data.problems import problem_reader, read_source, to_problems
 from atomrl.data.tasks import generate, is_generator
-from atomrl.grpo.arguments import (
+from atomrl.trl.arguments import (
     NAMES,
     DPOConfig,
     GRPOArgs,
@@ -526,7 +526,7 @@ def check_args(args: Any, args_types: tuple[type, ...]) -> None:
         ConfigError: it belongs to another trainer, or to the package trl.
     """
     if args is not None and not isinstance(args, args_types):
-        where = " of trl: import it from atomrl.grpo" if type(args).__module__.startswith("trl.") else ""
+        where = " of trl: import it from atomrl.trl" if type(args).__module__.startswith("trl.") else ""
         names = " or ".join(kind.__name__ for kind in args_types)
         raise ConfigError(f"args must be a {names}, not {type(args).__name__}{where}")
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-import atomrl.grpo as facade
+import atomrl.trl as facade
 from atomrl.algorithms.grpo import GRPO
 from atomrl.batches import TrainingBatch
-from atomrl.grpo import (
+from atomrl.trl import (
     compute_advantages,
     compute_kl_penalty,
     compute_policy_loss,

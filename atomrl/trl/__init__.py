@@ -1,6 +1,6 @@
 """GRPO from Python: a trainer with TRL's interface, and five functions that make up the algorithm.
 
-    from atomrl.grpo import GRPOArgs, GRPOTrainer
+    from atomrl.trl import GRPOArgs, GRPOTrainer
     from atomrl.rewards import correctness_reward, digit_reward
 
     args = GRPOArgs()
@@ -10,19 +10,19 @@
                           reward_funcs=[correctness_reward, digit_reward], args=args)
     trainer.train()
 
-Scripts of TRL run with `from trl import` changed to `from atomrl.grpo import`: `GRPOTrainer`, `RLOOTrainer`,
+Scripts of TRL run with `from trl import` changed to `from atomrl.trl import`: `GRPOTrainer`, `RLOOTrainer`,
 `SFTTrainer`, `DPOTrainer`, `RewardTrainer` and their configs.
 
 `docs/reference/python_api.md` has the arguments, the files of a run, and the whole algorithm written with the five
 functions.
 """
 
-from atomrl.grpo.arguments import DPOConfig, GRPOArgs, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
-from atomrl.grpo.functions import (
+from atomrl.trl.arguments import DPOConfig, GRPOArgs, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
+from atomrl.trl.functions import (
     compute_advantages,
     compute_kl_penalty,
     compute_policy_loss,
     generate_samples,
     get_action_log_probs,
 )
-from atomrl.grpo.trainer import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
+from atomrl.trl.trainer import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
