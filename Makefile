@@ -6,7 +6,7 @@ DOWNLOAD := -m pip download --quiet --disable-pip-version-check
 CHECKED := tests/atoms tests/architecture tests/training tests/rollout tests/test_config.py
 
 .PHONY: install quickstart quickstart-search quickstart-python distributed test-distributed test-distributed-short test-vllm-oldest \
-	test-sglang megatron test-megatron test-megatron-short test-games test-ui test-ui-short check test test-all mutations test-cpus \
+	test-sglang megatron test-megatron test-megatron-short test-games test-ui test-ui-short check test test-all mutations test-cpus wheel-check \
 	coverage gpu-check wheels lint lint-js docs clean
 
 install: .venv/installed
@@ -204,6 +204,18 @@ lint-js: $(JS)/installed
 docs: .venv/installed
 	$(BIN)/python $(INSTALL) -c constraints.txt -e ".[docs]"
 	$(BIN)/mkdocs build --strict
+
+# The sdist, and the wheel that is built from it, in build/dist; a short quickstart runs from the wheel, not from this checkout.
+wheel-check: .venv/installed
+	rm -rf build/dist build/wheel build/wheel-runs
+	$(BIN)/python $(INSTALL) -c constraints.txt build
+	$(BIN)/python -m build --outdir build/dist > /dev/null
+	$(BIN)/python $(INSTALL) --no-deps --target build/wheel build/dist/*.whl
+	cd build && for run in quickstart_sft quickstart; do \
+		PYTHONPATH=wheel ../$(BIN)/python -P -m atomrl train ../configs/$$run.yaml output_dir=wheel-runs train.steps=2 data.train_size=500 \
+			$$(test $$run = quickstart_sft || echo model.path=wheel-runs/quickstart-warm-start/model rollout.prompts_per_step=8 data.eval_size=20) \
+			|| exit 1; done
+	cd build && PYTHONPATH=wheel ../$(BIN)/python -P -c "import atomrl; assert 'wheel' in atomrl.__file__, atomrl.__file__"
 
 clean:
 	rm -rf .venv build *.egg-info

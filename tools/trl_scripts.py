@@ -1,0 +1,337 @@
+"""Public TRL scripts through `atomrl run`: two steps each on tiny local models and data.
+
+    python tools/trl_scripts.py CHECKOUTS [--only TEXT] [--out docs/development/trl_scripts.md]
+
+`CHECKOUTS` holds a checkout of each repository that `tools/trl_scripts.txt` names. Each file of that list runs in a
+process of its own, unchanged: `atomrl run FILE ARGUMENTS`. This script replaces only what a machine without a GPU and
+without the hub lacks: models, data sets, uploads, and calls that ask for a GPU. A run is cut to two steps of a few
+rows. The result is a table with the reason for each file that does not run to its end.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+LIST = Path(__file__).with_suffix(".txt")
+LIMIT_S = 240
+
+# --------------------------------------------------------------------------------------------------------------------
+# Stand-ins, in the process of a script
+
+TEMPLATE = (
+    "{%- if tools %}{{- '<|im_start|>system\\n' + (tools | tojson) + '<|im_end|>\\n' }}{%- endif %}"
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + (m.content or '') + '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+def make_model(folder: Path) -> Path:
+    """Save a random Qwen2 of two layers whose tokens are bytes, with a ChatML template."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_only = Tokenizer(models.BPE({token: n for n, token in enumerate(special + alphabet)}, merges=[]))
+    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bytes_only.decoder = decoders.ByteLevel()
+    bytes_only.add_special_tokens(special)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bytes_only, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=TEMPLATE
+    )
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=4096, eos_token_id=2, pad_token_id=0, bos_token_id=None,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+CODE = "```python\nprint(int(input()) + 1)\n```"
+PAIR = {"chosen": [user("hi"), assistant("Hello.")], "rejected": [user("hi"), assistant("no")]}
+MATH = {"problem": "What is 2+3?", "solution": "It is $\\boxed{5}$.", "answer": "5"}
+CHAT = {"messages": [user("What is 2+3?"), assistant("5")]}
+CASES = [{"input": "1\n", "output": "2\n"}]
+ROWS: list[tuple[str, dict[str, Any]]] = [
+    ("gsm8k", {"question": "Tom has 2 and gets 3. How many?", "answer": "2+3=5\n#### 5"}),
+    ("numina", MATH | CHAT),
+    ("openr1-math|dapo-math|openmath|bigmath|math", MATH | CHAT | {
+        "prompt": "What is 2+3?", "expected_answer": "5", "generated_solution": "<think>2+3</think>5",
+        "problem_type": "x", "problem_source": "x", "generation_model": "x", "pass_rate_72b_tir": "0.5",
+        "inference_mode": "cot"}),
+    ("countdown", {"target": 5, "nums": [2, 3]}),
+    ("codeforces-cots", CHAT | {"prompt": "Add one.", "generation": CODE, "id": "1"}),
+    ("codeforces", {"prompt": "Add one.", "description": "Add one.", "language": "python", "official_tests": CASES,
+                    "private_test_cases": CASES, "id": "1/A", "time_limit": 2.0, "memory_limit": 256.0,
+                    "generated_checker": None, "input_mode": "stdio", "test_cases": CASES}),
+    ("ioi", {"problem": "Add one.", "id": "a", "subtask": "1", "year": 2024, "day": "1", "name": "a",
+             "starting_code": "", "test_names": ["1"], "prompt": "Add one."}),
+    ("tldr-preference", {"prompt": "SUBREDDIT: r/x TL;DR:", "chosen": " a short one", "rejected": " b"}),
+    ("tldr", {"prompt": "SUBREDDIT: r/x POST: I have a cat. TL;DR:", "completion": " I have a cat."}),
+    ("ultrafeedback-prompt", {"prompt": [user("hi")]}),
+    ("triple-preference", {"prompt": "hi", "chosen": [user("hi"), assistant("a")],
+                           "rejected": [user("hi"), assistant("b")], "reference": [user("hi"), assistant("c")]}),
+    ("kto", {"prompt": [user("hi")], "completion": [assistant("Hello.")], "label": True}),
+    ("descriptiveness", {"prompt": [user("hi")], "chosen": [user("hi"), assistant("a")],
+                         "rejected": [user("hi"), assistant("b")]}),
+    ("dpo|pairs|binarized|preference|harmless.*dpo|dmath-candidates", PAIR | {
+        "prompt": "hi", "score_chosen": 8.0, "score_rejected": 3.0, "messages": PAIR["chosen"]}),
+    ("chatbot_arena_completions", {"prompt": [user("hi")], "completion": [assistant("Hello.")], **CHAT}),
+    ("imdb", {"text": "A good film.", "label": 1}),
+    ("multilingual-thinking", CHAT | {"developer": "x", "user": "x", "final": "x", "analysis": "x"}),
+    ("cai-conversation|grok-conversation", CHAT | PAIR | {"prompt": "hi"}),
+    ("biogrid_qa", {"question": "Is A B?", "answer": "yes"}),
+    ("biogrid", {"Official_Symbol_Interactor_A": "A", "Official_Symbol_Interactor_B": "B"}),
+    ("mathvista|multimodal|rlaif-v|llava|mmiu|geometry3k|image", {
+        "image": None, "images": [b"\x89PNG"], "decoded_image": None, "problem": "<image>2?", "question": "2?",
+        "answer": "5", "solution": "5", "prompt": "2?", "answer_type": "float", "question_type": "free_form",
+        "query": "2?",
+        "messages": CHAT["messages"], **PAIR}),
+    ("rstar", {"question": "Add one.", "response": CODE, "seed_question": "x", "starter_code": ""}),
+]  # fmt: skip
+"""Part of a data set's name -> one row with its columns. The first that matches counts; any other is a chat."""
+
+
+def load_dataset(path: str, name: Any = None, *_: Any, split: Any = None, data_files: Any = None, **__: Any) -> Any:
+    """Return 32 rows with the columns of the data set `path`, with the splits that are asked for."""
+    from datasets import Dataset, DatasetDict
+
+    named = f"{path} {data_files}".lower()
+    row = next((row for part, row in ROWS if re.search(part, named)), CHAT | {"prompt": "hi", "text": "A text."})
+
+    def rows() -> Any:
+        return Dataset.from_list([json_copy(row, number) for number in range(32)])
+
+    if isinstance(split, list):
+        return [rows() for _ in split]
+    if split is not None:
+        return rows()
+    names = ("train", "test", "train_sft", "test_sft", "train_prefs", "test_prefs", "validation")
+    return DatasetDict({each: rows() for each in names})
+
+
+def json_copy(row: dict[str, Any], number: int) -> dict[str, Any]:
+    return {key: value if not isinstance(value, str) or number == 0 else f"{value} " for key, value in row.items()}
+
+
+def no_hub(models: Path, names: set[str], cache: Path) -> None:
+    """Put the tiny model under every name that a script mentions into a cache of the hub, and go offline."""
+    for name in names:
+        folder = cache / f"models--{name.replace('/', '--')}"
+        (folder / "snapshots").mkdir(parents=True, exist_ok=True)
+        (folder / "refs").mkdir(exist_ok=True)
+        (folder / "refs" / "main").write_text("0" * 40)
+        if not (folder / "snapshots" / ("0" * 40)).exists():
+            (folder / "snapshots" / ("0" * 40)).symlink_to(models)
+    os.environ |= {
+        "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "HF_DATASETS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1",
+    }  # fmt: skip
+
+
+def stand_in() -> None:
+    """Replace data sets, uploads and questions about the GPU."""
+    import types
+
+    import datasets
+    import huggingface_hub
+    import torch
+
+    datasets.load_dataset = load_dataset
+    datasets.load_from_disk = load_dataset
+    for name in ("login", "notebook_login", "create_repo", "upload_folder", "whoami", "repo_exists", "list_repo_refs"):
+        setattr(huggingface_hub, name, lambda *_, **__: {"name": "me"})
+    for name in ("create_repo", "upload_folder", "upload_file", "whoami", "create_commit", "repo_exists"):
+        setattr(huggingface_hub.HfApi, name, lambda *_, **__: {"name": "me"})
+    torch.cuda.get_device_capability = lambda *_: (8, 0)
+    torch.cuda.is_bf16_supported = lambda *_, **__: False
+    torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(
+        name="none", total_memory=2**34, major=8, minor=0
+    )
+    torch.cuda.max_memory_reserved = torch.cuda.memory_allocated = lambda *_: 0
+    moved = torch.nn.Module.to
+    torch.nn.Module.to = lambda self, *a, **k: self if a and str(a[0]).startswith("cuda") else moved(self, *a, **k)
+    for name in ("Tensor.to", "BatchEncoding.to"):
+        owner: Any = torch.Tensor if name.startswith("Tensor") else __import__("transformers").BatchEncoding
+        kept = owner.to
+        owner.to = lambda self, *a, _kept=kept, **k: (
+            self if a and str(a[0]).startswith("cuda") else _kept(self, *a, **k)
+        )
+    colab, vllm = types.ModuleType("google.colab"), types.ModuleType("vllm")
+    colab.userdata = types.SimpleNamespace(get=lambda *_: "x")  # type: ignore[attr-defined]
+    vllm.SamplingParams = type("SamplingParams", (), {"__init__": lambda self, **k: self.__dict__.update(k)})  # type: ignore[attr-defined]
+    sys.modules |= {"google.colab": colab, "vllm": vllm}
+    import builtins
+    import getpass
+
+    builtins.input = getpass.getpass = lambda *_: "x"  # type: ignore[assignment]
+
+
+SMALL = {
+    "max_steps": 2, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "gradient_accumulation_steps": 1,
+    "num_generations": 4, "generation_batch_size": None, "steps_per_generation": None, "max_completion_length": 8,
+    "num_generations_eval": 4, "use_cpu": True, "bf16": False, "fp16": False, "response_length": 8, "max_new_tokens": 8,
+    "num_mini_batches": 1, "num_ppo_epochs": 1, "local_rollout_forward_batch_size": 4, "use_vllm": False,
+    "dataloader_num_workers": 0, "torch_compile": False,
+}  # fmt: skip
+CPU_OPTIMIZERS = {"paged_adamw_8bit": "adamw_torch", "adamw_8bit": "adamw_torch", "paged_adamw_32bit": "adamw_torch"}
+
+
+def cut_short() -> None:
+    """Cut every training to two steps of four rows, whatever a script's arguments say."""
+    import atomrl.trl as trl
+
+    def smaller(original: Any) -> Any:
+        def init(self: Any, *given: Any, **named: Any) -> None:
+            for args in [*given, *named.values()]:
+                if hasattr(args, "output_dir") and hasattr(args, "learning_rate"):
+                    for name, value in SMALL.items():
+                        if hasattr(args, name):
+                            setattr(args, name, value)
+                    if str(getattr(args.optim, "value", args.optim)) in CPU_OPTIMIZERS:
+                        args.optim = "adamw_torch"
+            original(self, *given, **named)
+
+        return init
+
+    for name in dir(trl):
+        trainer = getattr(trl, name, None)
+        if name.endswith("Trainer") and isinstance(trainer, type) and "__init__" in vars(trainer):
+            trainer.__init__ = smaller(trainer.__init__)  # type: ignore[misc]
+
+
+def child(work: Path, script: Path, arguments: list[str]) -> None:
+    """Run one script, in this process."""
+    texts = [script.read_text(encoding="utf-8", errors="replace"), *arguments]
+    texts += [Path(each).read_text(encoding="utf-8") for each in arguments if each.endswith((".yaml", ".yml"))]
+    names = set(re.findall(r"[\w.-]+/[\w.-]+", "\n".join(texts)))
+    no_hub(work / "model", {name for name in names if not Path(name).exists()}, work / "hub")
+    sys.path[:0] = [
+        str(each) for each in (script.parents[2] / "src", script.parents[1] / "src", script.parent) if each.is_dir()
+    ]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
+    stand_in()
+    cut_short()
+    from atomrl.cli.main import main
+
+    sys.exit(main(["run", str(script), *arguments]))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The list, one process for each file, the table
+
+
+def recipe_script(repository: Path, path: str) -> tuple[str, list[str]] | None:
+    """Return the script that a YAML recipe belongs to, with its arguments."""
+    kind = next((kind for kind in ("sft", "dpo", "grpo", "orpo") if f"/{kind}/" in path or f"/{kind}-" in path), None)
+    name = repository.name
+    if name == "open-r1" and kind:
+        return f"src/open_r1/{kind}.py", ["--config", path]
+    if name == "alignment-handbook" and kind:
+        return f"scripts/{kind}.py", ["--config", path]
+    if name == "philschmid":
+        script = {"grpo": "run_r1_grpo.py", "dpo": "dpo/run_dpo.py"}.get(kind or "", "run_sft.py")
+        return f"training/scripts/{script}", ["--config", path]
+    return ("trl/scripts/sft.py", ["--config", path]) if name == "trl" else None
+
+
+def documented_arguments(text: str, name: str) -> list[str]:
+    """Return the flags of the first command in a script's docstring that names the script."""
+    joined = re.sub(r"\\\s*\n", " ", text)
+    found = re.search(
+        rf"^\W*(?:[A-Z_]+=\S+ )*(?:python|accelerate|uv|trl)\b[^\n]*?{re.escape(name)}(.*)$", joined, re.MULTILINE
+    )
+    return shlex.split(found.group(1).split("```")[0]) if found else []
+
+
+def run_file(checkouts: Path, entry: str, given: list[str], work: Path) -> tuple[str, str]:
+    """Run one file of the list. Returns (result, reason)."""
+    repository, _, path = entry.partition("/")
+    folder = checkouts / repository
+    script, arguments = path, given
+    if path.endswith((".yaml", ".yml")):
+        recipe = recipe_script(folder, path)
+        if recipe is None:
+            return "no script", "the recipe belongs to no training script"
+        script, arguments = recipe
+    elif path.endswith(".py") and not given:
+        arguments = documented_arguments((folder / path).read_text(encoding="utf-8"), Path(path).name)
+    if not (folder / script).exists():
+        return "absent", script
+    place = Path(tempfile.mkdtemp(dir=work))
+    command = [sys.executable, __file__, "--child", str(work), str((folder / script).resolve())]
+    arguments = [
+        str((folder / each).resolve()) if each.endswith(".yaml") and (folder / each).exists() else each
+        for each in arguments
+    ]
+    try:
+        done = subprocess.run(
+            [*command, *arguments],
+            cwd=place,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+    except subprocess.TimeoutExpired:
+        return "too long", f"over {LIMIT_S} s"
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    (work / "logs").mkdir(exist_ok=True)
+    (work / "logs" / re.sub(r"\W+", "_", entry)).write_text(done.stdout + done.stderr)
+    steps = max([int(step) for step in re.findall(r"^step (\d+)/", "\n".join(lines), re.MULTILINE)], default=0)
+    if done.returncode == 0:
+        return ("ran", "") if steps else ("no training", lines[-1][:160] if lines else "")
+    errors = [
+        line for line in lines if re.match(r"(atomrl|error|[\w.]*(Error|Exception|Interrupt|Exit))\b.*:", line.strip())
+    ]
+    return ("after training" if steps >= 2 else "failed"), (errors or lines or [""])[-1].strip()[:220]
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        child(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("checkouts", type=Path)
+    parser.add_argument("--only", default="", help="files whose path contains this")
+    parser.add_argument("--out", type=Path, help="write the table here")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "trl_scripts")
+    given = parser.parse_args()
+    given.work.mkdir(exist_ok=True)
+    if not (given.work / "model" / "config.json").exists():
+        make_model(given.work / "model")
+    entries = [line.split("#")[0].strip() for line in LIST.read_text(encoding="utf-8").splitlines()]
+    rows, counts = ["| file | result | reason |", "|---|---|---|"], Counter[str]()
+    for line in filter(None, entries):
+        entry, *arguments = line.split(" ") if " --" in line else [line]
+        if given.only in entry:
+            result, reason = run_file(given.checkouts, entry, arguments, given.work)
+            counts[result] += 1
+            rows.append(f"| {entry} | {result} | {reason.replace('|', '/')} |")
+            print(rows[-1], flush=True)
+    rows.append("\n" + ", ".join(f"{result}: {count}" for result, count in counts.most_common()))
+    print(rows[-1])
+    if given.out:
+        given.out.write_text("\n".join(rows) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
