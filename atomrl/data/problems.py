@@ -397,7 +397,7 @@ class DataProcessor:
     - Messages are rendered by the tokenizer's chat template, and so is text if there is a template (as a user message).
       The tokenizer adds no special tokens to it. Text that already contains the template, up to the generation prompt,
       is not rendered again.
-    - Text without a template (the tokenizer has none, or `chat_template` is `none`) gets the tokenizer's leading
+    - Text without a template (the tokenizer has none, or `chat_template` is `none` or `messages_only`) gets the tokenizer's leading
       special tokens (BOS) unless it starts with them, but no trailing ones.
     - The system prompt is the first message; without a template it is the text before the prompt, with an empty line.
       A row with its own system message keeps it.
@@ -524,7 +524,7 @@ class DataProcessor:
         for problem, text, is_bare, ids in zip(new, texts, bare, encoded, strict=True):
             if is_bare and ids[: len(self._prefix)] != self._prefix:
                 ids = self._prefix + ids
-            if not ids:
+            if not ids and problem.prompt:
                 raise DataError(f"{problem.problem_id}: the tokenizer returns no tokens for {problem.prompt!r}")
             if not isinstance(problem.prompt, str) and problem.prompt[-1]["role"] == "assistant":
                 self._warn(
@@ -542,6 +542,8 @@ class DataProcessor:
             DataError: the prompt contains the chat template, and the config has settings that only a template applies.
         """
         prompt, name = problem.prompt, f"data.prompt_field={self.config.prompt_field}"
+        if prompt == "" or (isinstance(prompt, str) and self.config.chat_template == "messages_only"):
+            return True
         if not self.has_template:
             if self.tools_of(problem) and not self.tools:
                 raise DataError(f"{problem.problem_id}: field {TOOLS!r}: {self.why_none()}; remove the column")

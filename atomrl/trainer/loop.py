@@ -79,8 +79,8 @@ class Training(Protocol):
 
 Save = Callable[[Path, Progress], Callable[[], None] | None]
 """Writes a checkpoint into a folder. May return before it is written: calling the result then waits for it."""
-Callback = Callable[[int, Mapping[str, float]], None]
-"""Called after each step with its number and metrics."""
+Callback = Callable[[int, Mapping[str, float]], bool | None]
+"""Called after each step with its number and metrics; True ends the run after this step."""
 
 
 def fit(
@@ -109,12 +109,13 @@ def fit(
     """
     trainer, algorithm, record = training.trainer, training.algorithm, training.record
     steps, checkpoints, failure = config.train.steps, Checkpoints(record, save, progress.step), None
+    ended = False
     if not progress.step and config.eval.before:
         evaluate(0)
     if progress.idle_steps >= MAX_IDLE_STEPS:  # resumed although it had ended
         progress.idle_steps = 0
     with stop_request() as stopped, checkpoints:
-        while progress.step < steps and progress.idle_steps < MAX_IDLE_STEPS and not stopped():
+        while progress.step < steps and progress.idle_steps < MAX_IDLE_STEPS and not (ended or stopped()):
             step, watch, tokens = progress.step + 1, Stopwatch(), TokenRecord()
             try:
                 rows = training.collect(step, watch)  # sample completions and score them
@@ -128,8 +129,7 @@ def fit(
             metrics = training.report(step, batch, updates, tokens, watch)
             if is_due(step, config.eval.every_steps) and step < steps:
                 evaluate(step)
-            for callback in callbacks:
-                callback(step, metrics)
+            ended = any([callback(step, metrics) for callback in callbacks])
             progress.step = step
             progress.updates += updates_made(metrics)
             progress.wall_s += time.perf_counter() - watch.started

@@ -282,9 +282,9 @@ class TRLConfig(TrainingArguments, metaclass=_ConfigType):
     @property
     def device(self) -> Any:
         """Device of this process, as a `torch.device`."""
-        from atomrl.trainer.build import device_name
-
         import torch
+
+        from atomrl.trainer.build import device_name
 
         return torch.device(device_name(self.chosen_device))
 

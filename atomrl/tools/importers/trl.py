@@ -299,9 +299,7 @@ def translate_dpo(t: Translation, processes: int) -> None:
 def translate_kto(t: Translation, processes: int) -> None:
     """Translate the arguments of KTO and its variants, which train on completions with labels."""
     t.refuse_set({"precompute_ref_log_probs": "the reference's log-probs are computed in each step"})
-    kind = t.choice(
-        "loss_type", t("loss_type"), {"kto": "kto", "bco": "bco", "apo_zero_unpaired": "apo_zero_unpaired"}
-    )
+    kind = t.choice("loss_type", t("loss_type"), {"kto": "kto", "bco": "bco", "apo_zero_unpaired": "apo_zero_unpaired"})
     t.put("algorithm.name", kind, "loss_type")
     t.put("algorithm.loss", [{"type": kind, "beta": t.number("beta")}], "beta")
     for name in ("desirable_weight", "undesirable_weight"):
