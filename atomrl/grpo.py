@@ -13,4 +13,3 @@
 The names are those of `atomrl.trl`, which has TRL's other trainers, too. `docs/reference/python_api.md` has the
 arguments, the files of a run, and the whole algorithm written with the five functions.
 """
-

@@ -17,10 +17,11 @@ from typing import Any, ClassVar
 from transformers import TrainingArguments
 
 from atomrl.common.errors import did_you_mean
+from atomrl.common.processes import launched
 from atomrl.config import ConfigError, RunConfig, load_config, merge_trees
 from atomrl.tools.importers import trl_arguments as trl_shared
 from atomrl.tools.importers.translation import Translation
-from atomrl.tools.importers.trl import TRAINERS
+from atomrl.tools.importers.trl import TRAINERS, BatchSizeError
 from atomrl.tools.importers.trl_arguments import WITHOUT_MEANING
 
 VERSION = "1.16"
@@ -215,13 +216,22 @@ class TRLConfig(TrainingArguments, metaclass=_ConfigType):
         set_here |= {name: self.__dict__[name] for name in sorted(self._older)}
         return {name: value.value if isinstance(value, Enum) else value for name, value in set_here.items()}
 
-    def check(self) -> None:
-        """Raise ConfigError for an argument that is unknown, invalid or without a counterpart."""
-        self.translated()
+    def check(self, batches: bool = False) -> None:
+        """Raise ConfigError for an argument that is unknown, invalid or without a counterpart.
+
+        Args:
+            batches: check also that batch sizes fit together; scripts set them one by one, so only a trainer does.
+        """
+        try:
+            self.translated()
+        except BatchSizeError:
+            if batches:
+                raise
 
     def known(self) -> frozenset[str]:
         """Return the names of all arguments, those of older versions included."""
-        return self.translated()[0].read_keys | self._defaults.keys() | {item.name for item in fields(self)}
+        older = {"max_prompt_length", "warmup_ratio", "model_revision", "vllm_device", *RENAMED, *WITHOUT_MEANING}
+        return frozenset(older | self._defaults.keys() | {item.name for item in fields(self)})
 
     @property
     def chosen_device(self) -> str:
@@ -247,7 +257,7 @@ class TRLConfig(TrainingArguments, metaclass=_ConfigType):
         TRAINERS[self.kind].translate(t, int(os.environ.get("WORLD_SIZE", "1")))
         idle = sorted(name for name in values if name not in t.read_keys and name in WITHOUT_MEANING)
         t.name_of([*WITHOUT_MEANING, "reward_weights"])
-        known = t.read_keys | self._defaults.keys() | {item.name for item in fields(self)}
+        known = t.read_keys | self.known()
         for name in self._older - known:
             if name in OF_TRAINER:
                 raise ConfigError(f"{called} has no argument {name!r}: it is an argument of the trainer")
@@ -260,6 +270,8 @@ class TRLConfig(TrainingArguments, metaclass=_ConfigType):
         tree["model"]["device"] = self.chosen_device
         if self.bf16 is None and not self.fp16:
             tree["model"]["dtype"] = "auto"
+        if launched() is not None:
+            tree["backend"] = {"type": "fsdp"}
         if TRAINERS[self.kind].samples and values.get("use_vllm") and find_spec("vllm") is not None:
             tree["rollout"]["engine"] = "vllm"
         checked: RunConfig = load_config(

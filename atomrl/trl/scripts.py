@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import HfArgumentParser
 
+from atomrl.common.chat_template import CHATML
 from atomrl.common.errors import reraise_as
 from atomrl.config import ConfigError, read_yaml
 from atomrl.trl.configs import RENAMED, TRLConfig
@@ -319,12 +320,6 @@ def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, d
     if "chosen" in dataset.column_names and "rejected" in dataset.column_names:
         return unpair_preference_dataset(dataset, num_proc, desc)
     return dataset
-
-
-CHATML = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + "
-    "'\\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
 
 
 def setup_chat_format(model: Any, tokenizer: Any, format: str = "chatml", **_: Any) -> tuple[Any, Any]:

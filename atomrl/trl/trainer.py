@@ -10,8 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+from atomrl.backends.ranks import follow_launcher
 from atomrl.common.files import write_jsonl
-from atomrl.config import ConfigError, RunConfig, load_config, merge_trees
+from atomrl.common.processes import launched
+from atomrl.config import ConfigError, FSDPConfig, RunConfig, load_config, merge_trees
 from atomrl.config.loading import renamed
 from atomrl.data.files import DataError
 from atomrl.models.loading import load_tokenizer, resolve_folder
@@ -273,6 +275,10 @@ class Trainer:
         Raises:
             ConfigError, DataError, RewardError: the message uses the names of `GRPOArgs`.
         """
+        if (started := launched()) is not None and started.rank > 0:
+            # of a launcher that started the script several times: the first process trains, this one is its rank
+            follow_launcher(FSDPConfig(type="fsdp"), device_name(self._device))
+            raise SystemExit(0)
         resume = self._check_folder(resume_from_checkpoint)
         try:
             config = self._make_config(resume)

@@ -72,6 +72,10 @@ MOVES: Moves = {
 }
 
 
+class BatchSizeError(ConfigError):
+    """Batch sizes that do not fit together on this number of processes."""
+
+
 def translate_grpo(t: Translation, processes: int) -> None:
     """Translate GRPO's own arguments."""
     _shared(t, processes)
@@ -130,7 +134,7 @@ def _grpo_batches(t: Translation, processes: int) -> None:
     else:
         generated = t.count("generation_batch_size")
     if generated % n or generated % per_update:
-        raise ConfigError(
+        raise BatchSizeError(
             f"{t.named('per_device_train_batch_size')}={each}: a generation has {generated} completions, not a "
             f"multiple of num_generations={n} and of the {per_update} completions of an optimizer step ({each} x "
             f"{processes} processes x gradient_accumulation_steps={accumulated}); set their number with --processes N"
@@ -189,6 +193,7 @@ SFT_DEFAULTS: Settings = {
     "packing": False,
 }
 DPO_DEFAULTS: Settings = {
+    "disable_dropout": True,
     "learning_rate": 1e-6,
     "max_length": 1024,
     "loss_type": ["sigmoid"],
@@ -201,6 +206,7 @@ DPO_DEFAULTS: Settings = {
     "sync_ref_model": False,
 }
 KTO_DEFAULTS: Settings = {
+    "disable_dropout": True,
     "learning_rate": 1e-6,
     "max_length": 1024,
     "loss_type": "kto",
@@ -208,8 +214,9 @@ KTO_DEFAULTS: Settings = {
     "desirable_weight": 1.0,
     "undesirable_weight": 1.0,
 }
-ORPO_DEFAULTS: Settings = {"learning_rate": 1e-6, "max_length": 1024, "beta": 0.1}
+ORPO_DEFAULTS: Settings = {"disable_dropout": True, "learning_rate": 1e-6, "max_length": 1024, "beta": 0.1}
 CPO_DEFAULTS: Settings = {
+    "disable_dropout": True,
     "learning_rate": 1e-6,
     "max_length": 1024,
     "loss_type": "sigmoid",
@@ -219,6 +226,7 @@ CPO_DEFAULTS: Settings = {
     "simpo_gamma": 0.5,
 }
 ONLINE_DPO_DEFAULTS: Settings = {
+    "disable_dropout": True,
     "learning_rate": 5e-7,
     "max_length": 512,
     "max_new_tokens": 64,
@@ -229,7 +237,7 @@ ONLINE_DPO_DEFAULTS: Settings = {
     "beta": [0.1],
     "use_vllm": False,
 }
-REWARD_DEFAULTS: Settings = {"learning_rate": 1e-4, "max_length": 1024}
+REWARD_DEFAULTS: Settings = {"disable_dropout": True, "learning_rate": 1e-4, "max_length": 1024}
 
 LOSSES = {
     "sigmoid": "sigmoid",

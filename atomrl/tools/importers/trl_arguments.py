@@ -60,7 +60,7 @@ WITHOUT_MEANING: Mapping[str, str] = {
         local_rank ds3_gather_for_generation accelerate_config average_tokens_across_devices ignore_bias_buffers"""),
     **_of(SERVER, """
         vllm_mode vllm_model_impl vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout
-        vllm_group_port vllm_tensor_parallel_size vllm_max_model_length vllm_enable_sleep_mode"""),
+        vllm_group_port vllm_device vllm_dtype vllm_tensor_parallel_size vllm_max_model_length vllm_enable_sleep_mode"""),
     **_of(UPLOAD, """
         push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
         log_completions_hub_repo"""),
@@ -580,7 +580,7 @@ def _model(t: Translation) -> None:
     t.put("model.lora.rank", rank, "lora_r")
     # A scale of alpha / sqrt(rank) there, of alpha / rank here.
     t.put("model.lora.alpha", alpha * math.sqrt(rank) if rescaled else alpha, "lora_alpha", "use_rslora")
-    t.put("model.lora.dropout", t.number("lora_dropout"), "lora_dropout")
+    t.put("model.lora.dropout", 0.0 if t.flag("disable_dropout") else t.number("lora_dropout"), "lora_dropout")
     modules = t("lora_target_modules")
     if modules is None:
         t.approximate("lora_target_modules=None uses peft's defaults for the model; here all linear layers")
