@@ -9,6 +9,7 @@ rows. The result is a table with the reason for each file that does not run to i
 """
 
 import argparse
+import importlib.machinery
 import os
 import re
 import shlex
@@ -178,6 +179,8 @@ def stand_in() -> None:
     colab, vllm = types.ModuleType("google.colab"), types.ModuleType("vllm")
     colab.userdata = types.SimpleNamespace(get=lambda *_: "x")  # type: ignore[attr-defined]
     vllm.SamplingParams = type("SamplingParams", (), {"__init__": lambda self, **k: self.__dict__.update(k)})  # type: ignore[attr-defined]
+    for module in (colab, vllm):
+        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
     sys.modules |= {"google.colab": colab, "vllm": vllm}
     import builtins
     import getpass

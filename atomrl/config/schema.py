@@ -348,8 +348,8 @@ class DataConfig(Section):
     system_prompt_file: str | None = None
     chat_template: str = Field("auto", pattern=r"^(auto|none|messages_only|chatml|.+\.jinja)$")
     """`auto`: apply the tokenizer's template, if it has one. `none`: use the text as it is, for prompts that contain
-    their template. `messages_only`: apply it to messages, and use text as it is (TRL). `chatml`, or the path of a .jinja file: replace the tokenizer's template, and save it with the
-    model."""
+    their template. `messages_only`: apply it to messages, and use text as it is (TRL). `chatml`, or the path of a
+    .jinja file: replace the tokenizer's template, and save it with the model."""
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the chat template, such as `{enable_thinking: false}` (Qwen 3), `{reasoning_effort: low}` (gpt-oss),
     `{date_string: 26 Jul 2024}` (Llama 3.2). A variable that the template does not read is an error."""
@@ -706,9 +706,10 @@ class SftConfig(Section):
 
     completion_field: str = "completion"
     """Column of the demonstration in a file; a generator writes its own."""
-    train_on: Literal["completions", "all"] = "completions"
-    """Trained tokens of a row: those of its completions (the assistant's messages), or `all`, with the prompt's and the
-    other messages' (TRL's default for conversations). Of a row of text all are trained in any case."""
+    train_on: Literal["completions", "conversations", "all"] = "completions"
+    """Trained tokens of a row. `completions`: those of its completion, or of the assistant's messages. `conversations`:
+    all of a row with `messages` or `conversations`, else those of the completion (TRL's default). `all`: all, with the
+    prompt's. Of a row of text all are trained in any case."""
     gpt: GptConfig | None = None
     """Start from a new GPT of this shape, instead of `model.path`."""
 

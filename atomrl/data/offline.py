@@ -7,6 +7,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
@@ -76,6 +77,8 @@ if TYPE_CHECKING:
 #
 # An optional column `margin`, or `score_chosen` and `score_rejected`, has the margin of the preference.
 
+CONVERSATION = "conversation"
+"""Column of a demonstration that is a whole conversation, without a completion of its own."""
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 SHAREGPT |= {"function_call": "assistant", "observation": "tool", "function_response": "tool", "tool": "tool"}
 HH_TURN = "\n\nAssistant:"
@@ -85,7 +88,14 @@ ALLOWED_AROUND_ENVIRONMENT = ("assistant", ENVIRONMENT), (ENVIRONMENT, "assistan
 
 def demonstration_reader(prompt_field: str, completion_field: str) -> Convert:
     """Return a converter of rows to demonstrations (`demonstrated`)."""
-    return lambda place, row: _sample(place, row, *demonstrated(row, prompt_field, completion_field))
+
+    def convert(place: str, row: Mapping[str, Any]) -> Problem:
+        sample = _sample(place, row, *demonstrated(row, prompt_field, completion_field))
+        if row.get(completion_field) is None and (row.get("messages") or row.get("conversations")):
+            return replace(sample, columns={**sample.columns, CONVERSATION: True})
+        return sample
+
+    return convert
 
 
 def preference_reader(prompt_field: str, fields: PreferenceConfig) -> Convert:
@@ -533,7 +543,7 @@ class TokenizedSamples:
         max_row_tokens: int | None = None,
         read: Read | None = None,
         stops: Iterable[int] = (),
-        train_on: Literal["completions", "all"] = "completions",
+        train_on: Literal["completions", "conversations", "all"] = "completions",
     ) -> None:
         self._train_on = train_on
         self._draw, self._processor, self._seed, self._read = report.draw, processor, seed, read
@@ -670,8 +680,9 @@ class TokenizedSamples:
                 row = self._read(problem, prompt, ids, turns if isinstance(turns, str) else turns[-1])
                 prompt, ids, trained = [], [*row], [True] * len(row)
             tokens = np.array([*prompt, *ids], dtype=np.int32)
-            trained = [True] * len(trained) if self._train_on == "all" else trained
-            mask = np.array([self._train_on == "all"] * len(prompt) + trained, dtype=np.bool_)
+            whole = self._train_on == "all" or (self._train_on == "conversations" and problem.columns.get(CONVERSATION))
+            trained = [True] * len(trained) if whole else trained
+            mask = np.array([whole] * len(prompt) + trained, dtype=np.bool_)
             examples[place].append(Example(tokens, mask, label, margin))
         return examples
 

@@ -397,8 +397,8 @@ class DataProcessor:
     - Messages are rendered by the tokenizer's chat template, and so is text if there is a template (as a user message).
       The tokenizer adds no special tokens to it. Text that already contains the template, up to the generation prompt,
       is not rendered again.
-    - Text without a template (the tokenizer has none, or `chat_template` is `none` or `messages_only`) gets the tokenizer's leading
-      special tokens (BOS) unless it starts with them, but no trailing ones.
+    - Text without a template (the tokenizer has none, or `chat_template` is `none` or `messages_only`) gets the
+      tokenizer's leading special tokens (BOS) unless it starts with them, but no trailing ones.
     - The system prompt is the first message; without a template it is the text before the prompt, with an empty line.
       A row with its own system message keeps it.
     - A last message of the assistant is continued, not closed.

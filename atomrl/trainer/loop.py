@@ -129,7 +129,8 @@ def fit(
             metrics = training.report(step, batch, updates, tokens, watch)
             if is_due(step, config.eval.every_steps) and step < steps:
                 evaluate(step)
-            ended = any([callback(step, metrics) for callback in callbacks])
+            answers = [callback(step, metrics) for callback in callbacks]
+            ended = True in answers
             progress.step = step
             progress.updates += updates_made(metrics)
             progress.wall_s += time.perf_counter() - watch.started

@@ -384,7 +384,7 @@ CONFIGS: Mapping[str, type[TRLConfig]] = {
 
 
 def from_training_arguments(arguments: Any, kind: str) -> TRLConfig:
-    """Convert plain `transformers.TrainingArguments`, which trainers of older versions took, into a trainer's config."""
+    """Convert plain `TrainingArguments` of transformers, which older trainers took, into a trainer's config."""
     names = {item.name for item in fields(CONFIGS[kind])}
     values = {
         item.name: value

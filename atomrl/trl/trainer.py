@@ -137,8 +137,8 @@ class Trainer:
         internal = sorted(name for name in own if name in INTERNALS or hasattr(Theirs, name) or name.startswith("_"))
         if internal:
             raise ConfigError(
-                f"class {cls.__name__} overrides {', '.join(internal)} of a trainer, which nothing calls here: training "
-                "is AtomRL's loop. A loss, a reward or an advantage of your own is a function in a config "
+                f"class {cls.__name__} overrides {', '.join(internal)} of a trainer, which nothing calls here: "
+                "training is AtomRL's loop. A loss, a reward or an advantage of your own is a function in a config "
                 "(docs/development/extending.md); a trainer may only get further methods"
             )
 
@@ -239,8 +239,8 @@ class Trainer:
         if name == "DataCollatorForLanguageModeling" and not getattr(collator, "mlm", False):
             return
         raise ConfigError(
-            f"data_collator: {name} has no counterpart: a row's tokens are trained as TRL trains them without one; give "
-            "prompt and completion in columns, or completion_only_loss or assistant_only_loss, to select tokens"
+            f"data_collator: {name} has no counterpart: a row's tokens are trained as TRL trains them without one; "
+            "give prompt and completion in columns, or completion_only_loss or assistant_only_loss, to select tokens"
         )
 
     @property
@@ -676,13 +676,7 @@ class SFTTrainer(Trainer):
         rows, eval_rows = super()._read_rows(train, held_out)
         field = self.args.dataset_text_field or "text"
         rows = sft_rows(rows, field, self._formatting_func)
-        self._trains_all = {"messages", "conversations"} & rows[0].keys() and not self.args.assistant_only_loss
-        if "completion" in rows[0] and self.args.completion_only_loss is False:
-            self._trains_all = True
         return rows, None if eval_rows is None else sft_rows(eval_rows, field, self._formatting_func)
-
-    def _sections(self) -> dict[str, Any]:
-        return {"sft": {"train_on": "all"}} if self._trains_all else {}
 
 
 class DPOTrainer(Trainer):

@@ -264,21 +264,15 @@ def translate_sft(t: Translation, processes: int) -> None:
     """Translate SFT's own arguments."""
     if (loss := t("loss_type")) not in ("nll", "chunked_nll", None):
         raise t.refuse("loss_type", loss, "every token has the same weight here")
-    if t("completion_only_loss") is not None and not t.flag("completion_only_loss"):
-        raise t.refuse("completion_only_loss", False, "only assistant messages are trained on")
     if "sft" not in t.tree:  # a Python script may rename the column
         t.put("sft.completion_field", "completion")
     t.name_of(["loss_type", "completion_only_loss"])
-    if not t.flag("assistant_only_loss"):
-        t.differ(
-            "tokens of rows with messages that are trained (assistant_only_loss=False)",
-            "those of all roles",
-            "those of the assistant; rows with prompt and completion are the same",
-        )
-    if t.is_set("dataset_text_field"):
+    everything = t("completion_only_loss") is not None and not t.flag("completion_only_loss")
+    tokens = "all" if everything else "completions" if t.flag("assistant_only_loss") else "conversations"
+    t.put("sft.train_on", tokens, "assistant_only_loss", "completion_only_loss")
+    if t("dataset_text_field") not in (None, "text"):
         t.to_do.append(
-            f"dataset_text_field={t('dataset_text_field')}: to train on plain text, use a config with the section "
-            "`pretrain` (docs/guides/pretraining.md)"
+            f"dataset_text_field={t('dataset_text_field')}: a row of text has the column `text` here: rename it"
         )
     if t.flag("packing"):
         t.differ(

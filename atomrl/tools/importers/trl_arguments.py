@@ -60,7 +60,8 @@ WITHOUT_MEANING: Mapping[str, str] = {
         local_rank ds3_gather_for_generation accelerate_config average_tokens_across_devices ignore_bias_buffers"""),
     **_of(SERVER, """
         vllm_mode vllm_model_impl vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout
-        vllm_group_port vllm_device vllm_dtype vllm_tensor_parallel_size vllm_max_model_length vllm_enable_sleep_mode"""),
+        vllm_group_port vllm_device vllm_dtype
+        vllm_tensor_parallel_size vllm_max_model_length vllm_enable_sleep_mode"""),
     **_of(UPLOAD, """
         push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
         log_completions_hub_repo"""),
