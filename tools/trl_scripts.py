@@ -157,6 +157,8 @@ def stand_in() -> None:
     import torch
 
     datasets.load_dataset = load_dataset
+    split = datasets.Dataset.train_test_split
+    datasets.Dataset.train_test_split = lambda self, *_, **__: split(self, test_size=0.25)  # of few rows
     datasets.load_from_disk = load_dataset
     for name in ("login", "notebook_login", "create_repo", "upload_folder", "whoami", "repo_exists", "list_repo_refs"):
         setattr(huggingface_hub, name, lambda *_, **__: {"name": "me"})
@@ -176,6 +178,13 @@ def stand_in() -> None:
         owner.to = lambda self, *a, _kept=kept, **k: (
             self if a and str(a[0]).startswith("cuda") else _kept(self, *a, **k)
         )
+    from transformers.models.auto import auto_factory
+
+    loaded = auto_factory._BaseAutoModelClass.from_pretrained.__func__
+    on_gpu = ("attn_implementation", "quantization_config", "device_map", "load_in_4bit", "load_in_8bit")
+    auto_factory._BaseAutoModelClass.from_pretrained = classmethod(
+        lambda cls, *a, **k: loaded(cls, *a, **{key: value for key, value in k.items() if key not in on_gpu})
+    )
     colab, vllm = types.ModuleType("google.colab"), types.ModuleType("vllm")
     colab.userdata = types.SimpleNamespace(get=lambda *_: "x")  # type: ignore[attr-defined]
     vllm.SamplingParams = type("SamplingParams", (), {"__init__": lambda self, **k: self.__dict__.update(k)})  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ def add_run(parser: argparse.ArgumentParser) -> Run:
     `import trl` and `import unsloth` give AtomRL's modules, whether or not these packages are installed. An argument
     without a counterpart is an error before weights are loaded; what differs is printed when training starts
     (docs/start/migrating.md). Options come before the script, and all words after it are the script's own. In a
-    notebook, lines that begin with ! or %% are left out.
+    notebook, lines that begin with ! or % are left out.
 
     atomrl run train.py --learning_rate 1e-5
     atomrl run --dry-run train.py            # stop where the script would train, and print the plan

@@ -4,11 +4,14 @@ import json
 import runpy
 import sys
 import tempfile
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from atomrl.config import ConfigError
+from atomrl.data.files import DataError
+from atomrl.rewards.errors import RewardError
 
 
 def notebook_code(path: Path) -> tuple[str, list[str]]:
@@ -36,9 +39,9 @@ def notebook_code(path: Path) -> tuple[str, list[str]]:
         for line in source.splitlines():
             words = line.lstrip()
             if continues or words.startswith(("!", "%")):
-                continues = line.rstrip().endswith("\\")
                 left_out.append(words)
-                lines.append(line[: len(line) - len(words)] + "pass")
+                lines.append("" if continues else line[: len(line) - len(words)] + "pass")
+                continues = line.rstrip().endswith("\\")
             else:
                 lines.append(line)
     return "\n".join(lines) + "\n", left_out
@@ -84,6 +87,12 @@ def run_script(script: Path, arguments: Sequence[str], dry_run: bool = False, co
             print(ended.code, file=sys.stderr)
             return 1
         return int(ended.code or 0)
+    except Exception as error:
+        line = _line(error, path)
+        if isinstance(error, ConfigError | DataError | RewardError) or getattr(error, "name", None) in redirect.SOURCES:
+            raise ConfigError(f"{script}:{line}: {error}" if place is None else f"{script}: {error}") from error
+        traceback.print_exception(error)  # the script's own
+        return 1
     finally:
         sys.argv, sys.path[:] = before
         trainer.planning = None
@@ -92,6 +101,12 @@ def run_script(script: Path, arguments: Sequence[str], dry_run: bool = False, co
     if dry_run or config_out is not None:
         raise ConfigError(f"{script} ended without a call of trainer.train()")
     return 0
+
+
+def _line(error: Exception, path: Path) -> int:
+    """Return the innermost line of a script in an error's traceback; 0 if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame.lineno or 0 for frame in reversed(frames) if frame.filename == str(path)), 0)
 
 
 def _stop(made: Any, config: Any, config_out: Path | None, plans: list[str]) -> None:

@@ -102,7 +102,7 @@ def fit(
         evaluate: evaluates the current weights and records the result under a step.
 
     Returns:
-        True if the end was reached, False after a stop request.
+        True if the end was reached or a callback ended the run, False after a stop request.
 
     Raises:
         Exception: any error of a step. If it was raised before the step's update, the steps done are saved first.
@@ -143,7 +143,7 @@ def fit(
     if failure is not None:
         log.warning("step %d failed; the %d steps before it are saved", progress.step + 1, progress.step)
         raise failure
-    done = progress.step >= steps or progress.idle_steps >= MAX_IDLE_STEPS
+    done = progress.step >= steps or progress.idle_steps >= MAX_IDLE_STEPS or ended
     if progress.idle_steps >= MAX_IDLE_STEPS:
         log.warning(
             "the run ends after step %d: no group was accepted in %d steps in a row, because all completions of a "

@@ -41,7 +41,7 @@ OF_TRAINER = frozenset({"processing_class", "model", "reward_funcs", "train_data
 _NUMBERS, _NAMES, _DICT = "list[float] | None", "list[str] | None", "dict | str | None"
 _ALL = {
     "logging_steps": ("float", 10), "gradient_checkpointing": ("bool", True), "bf16": ("bool | None", None),
-    "lr_scheduler_kwargs": (_DICT, None), "model_init_kwargs": (_DICT, None), "trust_remote_code": ("bool", False),
+    "lr_scheduler_kwargs": (_DICT, None), "model_init_kwargs": (_DICT, None),
     "router_aux_loss_coef": ("float | None", None), "pad_to_multiple_of": ("str | None", "auto"),
 }  # fmt: skip
 _OFFLINE = {
@@ -230,7 +230,15 @@ class TRLConfig(TrainingArguments, metaclass=_ConfigType):
 
     def known(self) -> frozenset[str]:
         """Return the names of all arguments, those of older versions included."""
-        older = {"max_prompt_length", "warmup_ratio", "model_revision", "vllm_device", *RENAMED, *WITHOUT_MEANING}
+        older = {
+            "max_prompt_length",
+            "warmup_ratio",
+            "model_revision",
+            "vllm_device",
+            "trust_remote_code",
+            *RENAMED,
+            *WITHOUT_MEANING,
+        }
         return frozenset(older | self._defaults.keys() | {item.name for item in fields(self)})
 
     @property

@@ -59,6 +59,11 @@ class GivenModel:
             if len(model.peft_config) > 1:
                 raise ConfigError(f"model has several adapters ({', '.join(model.peft_config)}): keep one")
             self.lora = lora_section(next(iter(model.peft_config.values())))
+            targets = self.lora and self.lora.get("target_modules")
+            if isinstance(targets, list):  # without those that peft ignored, as they match nothing
+                names = [name.partition(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name]
+                there = [one for one in targets if any(f".{name}".endswith(f".{one}") for name in names)]
+                self.lora["target_modules"] = there
         settings = getattr(self.base.config, "quantization_config", None)
         if getattr(self.base, "is_quantized", False) or settings is not None:
             self.quantization = quantization_of(settings)

@@ -168,7 +168,7 @@ class TrlParser(HfArgumentParser):
             flags[name.replace("-", "_")] = _scalar(value)
         older = []
         for name, value in flags.items():
-            for owner in made:
+            for owner in sorted(made, key=lambda each: not isinstance(each, ModelConfig)):
                 takes = isinstance(owner, TRLConfig) and name in owner.known() | RENAMED.keys() - {"torch_dtype"}
                 if takes or (isinstance(owner, ModelConfig) and name in OLDER):
                     older.append((owner, name, value))

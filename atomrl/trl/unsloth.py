@@ -1,5 +1,6 @@
 """What scripts of unsloth import: models with adapters, as transformers and peft load them."""
 
+from functools import partial
 from typing import Any
 
 from atomrl.config import ConfigError
@@ -39,7 +40,10 @@ class FastLanguageModel:
             )
             given["device_map"] = {"": torch.cuda.current_device()}
         model = AutoModelForCausalLM.from_pretrained(model_name, **given)
-        return _with_members(model), AutoTokenizer.from_pretrained(model_name, token=token)
+        tokenizer = AutoTokenizer.from_pretrained(model_name, token=token)
+        # unsloth's scripts expect token ids, which transformers 5 returns in a dict
+        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, return_dict=False)
+        return _with_members(model), tokenizer
 
     @staticmethod
     def get_peft_model(
