@@ -94,7 +94,8 @@ def demonstration_reader(prompt_field: str, completion_field: str) -> Convert:
     def read(place: str, row: Mapping[str, Any]) -> Problem:
         source = None if row.get(completion_field) is not None else _conversation_column(row)
         used = [prompt_field, completion_field, *([] if source is None else [source])]
-        sample = _sample(place, row, used, *demonstrated(row, prompt_field, completion_field))
+        prompt, completions = demonstrated(row, prompt_field, completion_field)
+        sample = _sample(place, row, [*used, *(["text"] if prompt == "" else [])], prompt, completions)
         return sample if source is None else replace(sample, columns={**sample.columns, CONVERSATION: True})
 
     return read

@@ -104,6 +104,7 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "repetition_penalty": ((None, 1, 1.0), "completions are sampled from the unmodified model"),
     "vllm_structured_outputs_regex": ((None,), "completions are sampled from the unmodified model"),
     "vllm_guided_decoding_regex": ((None,), "completions are sampled from the unmodified model"),
+    "vllm_sampling_params": ((None,), "set temperature, top_p, top_k and generation_kwargs; there is no min_p"),
     "use_adaptive_entropy": ((None, False), "the coefficient of the entropy is constant here"),
     "sync_ref_model": ((None, False), "the reference model is fixed here"),
     "use_bias_correction_kl": ((None, False), "algorithm.kl.k2_gradient corrects the same bias in another way"),
