@@ -94,8 +94,9 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("descriptiveness", {"prompt": [user("hi")], "chosen": [user("hi"), assistant("a")],
                          "rejected": [user("hi"), assistant("b")]}),
     ("dpo|pairs|binarized|preference|harmless.*dpo|dmath-candidates", PAIR | {
-        "prompt": "hi", "score_chosen": 8.0, "score_rejected": 3.0, "messages": PAIR["chosen"]}),
+        "prompt": "hi", "score_chosen": 8.0, "score_rejected": 3.0, "system_prompt": "Be kind.", "messages": PAIR["chosen"]}),
     ("chatbot_arena_completions", {"prompt": [user("hi")], "completion": [assistant("Hello.")], **CHAT}),
+    ("smoltalk2", CHAT | {"chat_template_kwargs": {"enable_thinking": False}}),
     ("imdb", {"text": "A good film.", "label": 1}),
     ("multilingual-thinking", CHAT | {"developer": "x", "user": "x", "final": "x", "analysis": "x"}),
     ("cai-conversation|grok-conversation", CHAT | PAIR | {"prompt": "hi"}),
@@ -185,6 +186,8 @@ def stand_in() -> None:
     auto_factory._BaseAutoModelClass.from_pretrained = classmethod(
         lambda cls, *a, **k: loaded(cls, *a, **{key: value for key, value in k.items() if key not in on_gpu})
     )
+    chosen = datasets.Dataset.select
+    datasets.Dataset.select = lambda self, rows, *a, **k: chosen(self, [n for n in rows if n < len(self)], *a, **k)
     colab, vllm = types.ModuleType("google.colab"), types.ModuleType("vllm")
     colab.userdata = types.SimpleNamespace(get=lambda *_: "x")  # type: ignore[attr-defined]
     vllm.SamplingParams = type("SamplingParams", (), {"__init__": lambda self, **k: self.__dict__.update(k)})  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
 """What scripts of unsloth import: models with adapters, as transformers and peft load them."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from atomrl.config import ConfigError
@@ -110,6 +111,7 @@ def _with_members(model: Any) -> Any:
     members = {
         "save_lora": save_lora, "load_lora": lambda folder, **_: folder, "fast_generate": fast_generate,
         "save_pretrained_merged": save_pretrained_merged,
+        "vllm_engine": SimpleNamespace(sleep=lambda *_: None, wake_up=lambda *_: None),
     }  # fmt: skip
     for name, member in members.items():
         object.__setattr__(model, name, member)
@@ -118,8 +120,6 @@ def _with_members(model: Any) -> Any:
 
 def _generated(model: Any, prompts: Any, sampling: Any) -> list[Any]:
     """Sample with transformers; returns objects like vLLM's, with `outputs[0].text`."""
-    from types import SimpleNamespace
-
     import torch
     from transformers import AutoTokenizer
 
