@@ -94,7 +94,8 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("descriptiveness", {"prompt": [user("hi")], "chosen": [user("hi"), assistant("a")],
                          "rejected": [user("hi"), assistant("b")]}),
     ("dpo|pairs|binarized|preference|harmless.*dpo|dmath-candidates", PAIR | {
-        "prompt": "hi", "score_chosen": 8.0, "score_rejected": 3.0, "system_prompt": "Be kind.", "messages": PAIR["chosen"]}),
+        "prompt": "hi", "score_chosen": 8.0, "score_rejected": 3.0, "system_prompt": "Be kind.",
+        "messages": PAIR["chosen"]}),
     ("chatbot_arena_completions", {"prompt": [user("hi")], "completion": [assistant("Hello.")], **CHAT}),
     ("smoltalk2", CHAT | {"chat_template_kwargs": {"enable_thinking": False}}),
     ("imdb", {"text": "A good film.", "label": 1}),
