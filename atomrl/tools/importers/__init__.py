@@ -32,7 +32,9 @@ class Imported:
     gpus: int
     """Number of GPUs that the script trains on; 1 if it does not say."""
     hardware: str
-    """First line of the report: how the GPUs are translated."""
+    """How the GPUs are translated."""
+    version: str
+    """Name and version of the library whose defaults are written out."""
     to_do: tuple[str, ...]
     """Steps that are left to the user."""
     carried: tuple[str, ...]
@@ -47,6 +49,9 @@ class Imported:
     planned: tuple[str, ...] = ()
     """Changes for other hardware, each with what it saves and costs."""
 
+    def _first_line(self) -> str:
+        return f"{self.hardware}; what the file does not set is the default of {self.version}"
+
     def report(self) -> str:
         """Return the report as text: GPUs, steps left to the user, and the lists of keys."""
         lists = {
@@ -58,14 +63,14 @@ class Imported:
             "carried": self.carried,
             f"defaults of {self.library}, written out": self.by_default,
         }
-        lines = [self.hardware]
+        lines = [self._first_line()]
         for title, items in lists.items():
             lines += [f"{title} ({len(items)}):", *(f"  {' '.join(item.split())}" for item in items)]
         return "\n".join(lines)
 
     def yaml(self) -> str:
         """Return the config as YAML, with the differences to the source as comments at the top."""
-        notes = [f"# From {self.library}'s {self.source}, by atomrl import.", f"# {self.hardware}"]
+        notes = [f"# From {self.library}'s {self.source}, by atomrl import.", f"# {self._first_line()}"]
         for title, items in (
             ("Changed for the hardware", self.planned),
             ("Left to you", self.to_do),
@@ -83,16 +88,14 @@ def import_config(
     processes: int | None = None,
     trainer: str | None = None,
     out: str | Path | None = None,
-    command: Sequence[str] = (),
 ) -> Imported:
-    """Read a YAML file, shell script or Python file of verl, TRL or OpenRLHF. Nothing in it is executed.
+    """Read a YAML file or shell script of another library. Nothing in it is executed.
 
     Args:
         library: one of `LIBRARIES`; None detects it.
         processes: number of processes, for TRL's batch sizes per process, if the file does not say it.
         trainer: TRL's trainer (`grpo`, `rloo`, `sft`, `dpo`, `reward`), if the file does not say it.
         out: path of the config; names the files next to it. None: the source with the suffix `.yaml`.
-        command: flags with which a Python file is started.
 
     Raises:
         ConfigError: the file cannot be read, a choice of the objective has no counterpart, or the result is not a valid
@@ -101,6 +104,9 @@ def import_config(
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"{path} {'is not a file' if path.exists() else 'does not exist'}")
+    out = Path(out) if out is not None else path.with_suffix(".yaml")
+    if path.suffix in (".py", ".ipynb"):
+        raise ConfigError(f"{path} is Python: atomrl run {path} --config-out {out} converts it, without training")
     library = library or library_of(path)
     if trainer is not None and library != "trl":
         raise ConfigError(f"--trainer is an option for TRL; {library} has only one")
@@ -109,12 +115,9 @@ def import_config(
             f"--processes is an option for TRL, whose batch sizes are per process; those of {library} are for all "
             "processes"
         )
-    if command and path.suffix != ".py":
-        raise ConfigError(f"flags after -- are only for a Python file; {path} has its own")
-    out = Path(out) if out is not None else path.with_suffix(".yaml")
     try:
         if library == "trl":
-            t = trl.translate(path, out, processes, trainer, list(command))
+            t = trl.translate(path, out, processes, trainer)
         else:
             t = verl.translate(path) if library == "verl" else openrlhf.translate(path, out)
     except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
@@ -128,8 +131,6 @@ def library_of(path: Path) -> str:
     Raises:
         ConfigError: it cannot be detected.
     """
-    if path.suffix == ".py":
-        return "trl"
     if path.suffix in (".yaml", ".yml"):
         tree = read_yaml(path)
         if {"actor_rollout_ref", "algorithm"} & tree.keys() and "actor_rollout_ref" in tree:
@@ -182,6 +183,7 @@ def _imported(t: Translation, path: Path) -> Imported:
         config=config,
         gpus=t.gpus[0] if t.gpus else 1,
         hardware=gpu_line(t, rows, config.kind == "rl"),
+        version=t.version,
         to_do=_once(t.to_do),
         carried=_once(t.carried),
         by_default=_once(t.by_default),

@@ -538,12 +538,12 @@ def translate(path: Path, out: Path) -> Translation:
     """
     if path.suffix == ".py":
         raise ConfigError(f"{path}: OpenRLHF is configured by flags: give the script (.sh) that calls it")
-    flags, notes, launcher, program = read_flags(
+    flags, notes, launcher, words = read_flags(
         path, PROGRAM, "openrlhf.cli.train_ppo_ray, train_sft, train_dpo or train_rm"
     )
     flags = flat(flags)
     current = {OLDER.get(name, name): value for name, value in flags.items()}
-    kind = next((name for name in OFFLINE_DEFAULTS if f"train_{name}" in program), None)
+    kind = next((name for name in OFFLINE_DEFAULTS if f"train_{name}" in words[0]), None)
     if kind is not None:
         current = {renamed(name): value for name, value in current.items()}
         t = Translation("OpenRLHF", current, OFFLINE_DEFAULTS[kind], path)

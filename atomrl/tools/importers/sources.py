@@ -337,8 +337,8 @@ def _resolved(settings: Settings) -> Settings:
 
 def read_flags(
     path: Path, program: str, called: str, pattern: str | None = None
-) -> tuple[Settings, list[str], Mapping[str, Any], str]:
-    """Read `--flag value` words from a script's command, or flags from a YAML file.
+) -> tuple[Settings, list[str], Mapping[str, Any], list[str]]:
+    """Read `--flag value` words from a script's command.
 
     Args:
         program: regular expression of the word after which the library's flags follow.
@@ -346,14 +346,11 @@ def read_flags(
         pattern: regular expression that a command has to match.
 
     Returns:
-        The flags, notes on what the file alone does not say, the launcher's flags before `program`, and the word that
-        matched `program`.
+        The flags, notes on what the file alone does not say, the launcher's flags before `program`, and the words from
+        the one that matched `program`.
     """
-    if path.suffix in (".yaml", ".yml"):
-        tree = read_yaml(path)
-        return {key: scalar(value) if isinstance(value, str) else value for key, value in tree.items()}, [], {}, ""
     script = read_script(text_of(path), str(path))
-    commands: list[tuple[Settings, Mapping[str, Any], str]] = []
+    commands: list[tuple[Settings, Mapping[str, Any], list[str]]] = []
     for command in script.commands:
         start = next((i for i, word in enumerate(command) if re.search(program, word)), None)
         if start is not None and command[start + 1 : start + 2] == ["vllm-serve"]:  # an inference server, not training
@@ -361,15 +358,20 @@ def read_flags(
         if pattern is not None and not re.search(pattern, " ".join(command)):
             continue
         if start is not None and (settings := dict(flag_words(command[start + 1 :]))):
-            commands.append((settings, dict(flag_words(command[:start])), command[start]))
+            commands.append((settings, dict(flag_words(command[:start])), command[start:]))
     if not commands:
         raise ConfigError(f"{path}: no command with --flags of {called}")
-    flags, launcher, word = max(reversed(commands), key=lambda one: len(one[0]))
-    return flags, [*script.notes, *_left_out(path, len(commands))], launcher, word
+    flags, launcher, words = max(reversed(commands), key=lambda one: len(one[0]))
+    return flags, [*script.notes, *_left_out(path, len(commands))], launcher, words
 
 
 def _left_out(path: Path, commands: int) -> list[str]:
     return [f"{path.name} has {commands} such commands; the one with the most keys was used"] if commands > 1 else []
+
+
+def flat_yaml(path: Path) -> Settings:
+    """Read a YAML file of flags; texts are parsed as scalars."""
+    return {key: scalar(value) if isinstance(value, str) else value for key, value in read_yaml(path).items()}
 
 
 def flag_words(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
