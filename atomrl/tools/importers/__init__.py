@@ -174,7 +174,7 @@ def _imported(t: Translation, path: Path) -> Imported:
     except ConfigError as error:
         raise ConfigError("\n".join(_with_sources(t, line) for line in str(error).splitlines())) from error
     rows = config.train.rows_per_update
-    places = _shell_texts({key: tree[key] for key in tree if key not in ("reward", "tracking", "run_name")})
+    places = _shell_texts({key: tree[key] for key in tree if key not in ("tracking", "run_name")})
     t.to_do += [f"{key}: {text!r} is known only to the shell: write its value" for key, text in places]
     return Imported(
         library=t.library,

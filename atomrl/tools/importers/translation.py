@@ -282,8 +282,9 @@ class Translation:
 
     @property
     def unread(self) -> list[str]:
-        """Set keys that were not read and for which there is no reason."""
-        return [name for name in self.settings if name not in self._read and self.reason(name) is None]
+        """Set keys that were not read, that have no default, and for which there is no reason."""
+        known = self._read | self.defaults.keys()
+        return [name for name in self.settings if name not in known and self.reason(name) is None]
 
     def reason(self, name: str) -> str | None:
         """Return why a key has no counterpart; None for an unknown key."""
@@ -292,13 +293,21 @@ class Translation:
 
     @property
     def without_counterpart(self) -> list[str]:
-        """Set keys that were not translated, with the reason."""
+        """Set keys that are in no other list, with the reason."""
+        said = "\n".join([*self.carried, *self.approximated, *self.differences, *self.to_do, *self._left])
         lines = list(self._left)
         for name, value in self.settings.items():
-            if name not in self._read:
-                reason = self.reason(name)
-                lines.append(f"{name}={value} ({reason or f'not a key of {self.library} known to AtomRL'})")
+            if not re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", said):
+                lines.append(f"{name}={value} ({self.reason(name) or 'no effect with the other settings of the file'})")
         return lines
+
+    def leave_unknown(self) -> None:
+        """Leave each key that is neither read nor known to the user: it may affect the training."""
+        for name in self.unread:
+            self.to_do.append(
+                f"{name}={self.settings[name]}: not a key of {self.library} that AtomRL knows, so nothing was done for it"
+            )
+            self._read.add(name)
 
 
 # --------------------------------------------------------------------------------------------------------------------
