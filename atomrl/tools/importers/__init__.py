@@ -1,7 +1,7 @@
-"""Import configs and scripts of verl, TRL and OpenRLHF. Nothing in them is executed.
+"""Import configs and scripts of verl, TRL, OpenRLHF, LLaMA-Factory and SkyRL. Nothing in them is executed.
 
-`import_config` returns a config and a report of every key. `verl.py`, `trl.py` and `openrlhf.py` translate the keys of
-one library each; `translation.py` is what they fill, `sources.py` reads the files.
+`import_config` returns a config and a report of every key. A module translates the keys of one library;
+`translation.py` is what they fill, `sources.py` reads the files.
 """
 
 import os
@@ -14,11 +14,12 @@ from typing import Any
 import yaml
 
 from atomrl.config import ConfigError, RunConfig, load_config, read_yaml
-from atomrl.tools.importers import openrlhf, trl, verl
+from atomrl.tools.importers import llamafactory, openrlhf, skyrl, trl, verl
 from atomrl.tools.importers.sources import text_of
 from atomrl.tools.importers.translation import Translation, gpu_line
 
-LIBRARIES = ("verl", "trl", "openrlhf")
+LIBRARIES = ("verl", "trl", "openrlhf", "llamafactory", "skyrl")
+SUPPORTED = "supported are verl, TRL, OpenRLHF, LLaMA-Factory and SkyRL, and Python scripts of TRL with atomrl run"
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,8 @@ def import_config(
         if library == "trl":
             t = trl.translate(path, out, processes, trainer)
         else:
-            t = verl.translate(path) if library == "verl" else openrlhf.translate(path, out)
+            one = {"verl": verl.translate, "llamafactory": llamafactory.translate, "skyrl": skyrl.translate}
+            t = openrlhf.translate(path, out) if library == "openrlhf" else one[library](path)
     except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"{path} cannot be read as a file of {library}: {error}") from error
     return _imported(t, path)
@@ -132,18 +134,41 @@ def library_of(path: Path) -> str:
         ConfigError: it cannot be detected.
     """
     if path.suffix in (".yaml", ".yml"):
-        tree = read_yaml(path)
-        if {"actor_rollout_ref", "algorithm"} & tree.keys() and "actor_rollout_ref" in tree:
-            return "verl"
-        return "trl"
-    text = text_of(path)
-    if re.search(r"openrlhf|train_ppo_ray", text):
-        return "openrlhf"
-    if re.search(r"\b(verl\.|main_ppo|actor_rollout_ref\.)", text):
-        return "verl"
-    if re.search(r"(^|[\s/])trl\s+\w|trl\.scripts|\.py\b", text, re.MULTILINE):
-        return "trl"
-    raise ConfigError(f"{path} calls none of verl, TRL and OpenRLHF: set --from {'|'.join(LIBRARIES)}")
+        keys = read_yaml(path).keys()
+        if (other := next((name for name, marks in KEYS if marks <= keys), None)) is None:
+            return "trl"
+    else:
+        text = text_of(path)
+        other = next((name for name, pattern in CALLS.items() if re.search(pattern, text, re.MULTILINE)), None)
+    if other in LIBRARIES:
+        return other
+    if other is None:
+        raise ConfigError(f"{path} calls no library that is known: {SUPPORTED}; --from names one of them")
+    raise ConfigError(f"{path} is of {other}, which is not supported: {SUPPORTED}")
+
+
+KEYS: Sequence[tuple[str, set[str]]] = (
+    ("verl", {"actor_rollout_ref"}),
+    ("llamafactory", {"stage", "finetuning_type"}),
+    ("SkyRL's YAML", {"trainer", "generator"}),
+    ("axolotl", {"base_model"}),
+    ("ms-swift", {"rlhf_type"}),
+    ("prime-rl", {"orchestrator"}),
+    *(("NeMo-RL", {key}) for key in ("policy", "cluster", "grpo", "defaults", "checkpointing")),
+)
+"""Library, and keys that are together at the top of its YAML files."""
+CALLS: Mapping[str, str] = {
+    "openrlhf": r"openrlhf|train_ppo_ray",
+    "skyrl": r"\bskyrl|\btrainer\.(policy|algorithm)\.",
+    "verl": r"\b(verl\.|main_ppo|actor_rollout_ref\.)",
+    "ms-swift": r"\b(swift|megatron)\s+(rlhf|sft|pt)\b|swift/cli|--rlhf_type",
+    "axolotl": r"\baxolotl\b",
+    "LLaMA-Factory's command: import its YAML file": r"\b(llamafactory-cli|llamafactory)\b",
+    "NeMo-RL": r"\bnemo[_-]rl\b|NeMo-RL|examples/run_(grpo|dpo|sft|rm)",
+    "prime-rl": r"\bprime[_-]rl\b|^\s*\[(orchestrator|trainer|inference|model|deployment)[\].]|\brl\s+@",
+    "trl": r"(^|[\s/])trl\s+\w|trl\.scripts|\.py\b",
+}
+"""Library -> what its scripts call."""
 
 
 def _expanded(value: Any) -> Any:

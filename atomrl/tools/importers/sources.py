@@ -285,6 +285,8 @@ class _Reading:
         elif inside is not None and inside["default"]:
             default = inside["rest"].strip("\"'")
             self.notes.append(f"{inside['name']} is an environment variable: its default {default!r} was used")
+            if inside["default"].endswith("="):
+                self.variables[inside["name"]] = self.expanded(default)
             if len(inside["rest"]) > 1 and inside["rest"][0] == inside["rest"][-1] == '"':  # quotes within are text
                 return _VARIABLE.sub(lambda match: self.value(match.group()), inside["rest"][1:-1])
             return self.expanded(default)
@@ -376,7 +378,9 @@ def _base(path: Path, command: Sequence[str], named: Sequence[str]) -> Settings:
     if name in ("", *named):
         return {}
     folder = flags.get("config-path", "")
-    places = [parent / folder for parent in path.resolve().parents] + [Path(folder)]
+    own = path.resolve().parent
+    inside = Path(folder).relative_to(own) if folder and Path(folder).is_relative_to(own) else Path(folder)
+    places = [parent / inside for parent in path.resolve().parents] + [Path(folder)]
     config = next((place / f"{name}.yaml" for place in places if (place / f"{name}.yaml").is_file()), None)
     if config is None:
         raise ConfigError(

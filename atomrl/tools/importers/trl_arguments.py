@@ -514,7 +514,7 @@ def _model(t: Translation) -> None:
             (*LORA_DEFAULTS, "lora_target_modules", "use_rslora"), "for adapters: use_peft is off"
         )
         return
-    t.defaults = {**t.defaults, **LORA_DEFAULTS}
+    t.defaults = {**LORA_DEFAULTS, **t.defaults}
     rank, alpha = t.count("lora_r"), t.number("lora_alpha")
     rescaled = t.flag("use_rslora")
     t.put("model.lora.rank", rank, "lora_r")

@@ -104,7 +104,8 @@ def _policy_loss(t: Translation) -> None:
     token: dict[str, Any] = {"type": "token", "clamp": 20.0}
     plain: dict[str, Any] = {"type": "token", "clamp": None}
     bounds = {"low": low, "high": high}
-    sapo = {"type": "sapo", "tau_positive": t.number(A + "tau_pos"), "tau_negative": t.number(A + "tau_neg")}
+    taus = [str(t.name_of([f"{A}policy_loss.{name}", A + name])) for name in ("tau_pos", "tau_neg")]
+    sapo = {"type": "sapo", "tau_positive": t.number(taus[0]), "tau_negative": t.number(taus[1])}
     ratio, clip = {
         "vanilla": (token, {"type": "ppo", **bounds, "dual": c}),
         "gspo": ({"type": "sequence_token", "ceiling": 10.0}, {"type": "ppo", **bounds, "dual": None}),
@@ -125,8 +126,7 @@ def _policy_loss(t: Translation) -> None:
         A + "clip_ratio_low",
         A + "clip_ratio_high",
         A + "clip_ratio_c",
-        A + "tau_pos",
-        A + "tau_neg",
+        *(taus if mode == "sapo" else ()),
     )
     # Two modes select tokens by covariance, in addition.
     if mode == "clip_cov":
@@ -487,6 +487,19 @@ REASONS = {
         R + "profiler.",
         "critic.profiler.", R + "trace.", "reward_model.profiler.",
     ), "nothing is profiled"),
+    **dict.fromkeys(("model_engine", A + "model_engine", A + "engine.", "hydra."), SHARDS),
+    **dict.fromkeys((
+        A + "optim.override_optimizer_config.", "critic.optim.override_optimizer_config.", R + "prometheus.",
+        R + "moe_tensor_parallel_size", A + "pad_to_length", "reward_model.model.use_remove_padding",
+        M + "mtp.", M + "lora.merge",
+    ), KERNEL),
+    **dict.fromkeys((
+        "reward_model.rollout.", "reward.reward_model.rollout.", "reward_model.use_reward_loop",
+        "reward_model.enable_resource_pool", "reward_model.strategy", "reward_model.micro_batch_size",
+        "reward_model.micro_batch_size_per_gpu", "reward_model.model.fsdp_config.",
+    ), "how the scores of a reward model are computed; the scores are the same"),
+    **dict.fromkeys(("data.trust_remote_code", "critic.model.trust_remote_code"), "code of a model runs only if you set "
+                    "model.trust_remote_code yourself"),
     A + "shuffle": "the seed sets which rows of a step go into which update",
     A + "data_loader_seed": "seed determines all sampling",
     A + "calculate_entropy": "the entropy is logged: train.report_entropy",
@@ -504,7 +517,11 @@ REFUSED = {
     **dict.fromkeys((
         "data.image_key", "data.video_key", A + "freeze_vision_tower", R + "limit_images",
     ), "models read no pictures"),
-    "distillation.enable": "distillation is algorithm.name=gkd or on_policy_distillation",
+    **dict.fromkeys(
+        ("distillation.enable", "distillation.enabled"), "distillation is algorithm.name=gkd or on_policy_distillation"
+    ),
+    M + "mtp.enable": "heads for several tokens are not trained",
+    M + "lora_adapter_path": "merge the adapters first",
     "algorithm.use_pf_ppo": "completions are not resampled by their reward",
 }  # fmt: skip
 SECTIONS = {
@@ -668,7 +685,7 @@ def _differences(t: Translation) -> None:
                 f"{warmup} of only the critic (trainer.critic_warmup)",
                 "policy and critic from the first step",
             )
-    t.name_of(["trainer.critic_warmup", "critic.optim.weight_decay"])
+    t.name_of(["trainer.critic_warmup", "critic.optim.weight_decay", "critic.optim.lr_warmup_steps_ratio"])
     if t.tree["train"].get("steps") is None:
         t.differ("end of an epoch", "rows that do not fill a batch are dropped", "they come first in the next epoch")
     t.differ("random draws", "its own generators", "the same seed gives another order of rows and other completions")
@@ -734,15 +751,15 @@ def _updates(t: Translation) -> None:
 
 def _model(t: Translation) -> None:
     t.put("model.dtype", "bfloat16")  # autocast over float32 weights, in both
-    if t.integer(M + "lora_rank"):
-        for key, name, make in (
-            ("rank", "lora_rank", int),
-            ("alpha", "lora_alpha", float),
-            ("target_modules", "target_modules", same),
-        ):
-            t.put(f"model.lora.{key}", make(t(M + name)), M + name)
-    else:
-        t.name_of([M + "lora_alpha", M + "target_modules"])
+    rank, alpha, modules = (
+        str(t.name_of([M + new, M + old]))  # of Megatron, and of FSDP
+        for new, old in (
+            ("lora.rank", "lora_rank"), ("lora.alpha", "lora_alpha"), ("lora.target_modules", "target_modules"),
+        )
+    )  # fmt: skip
+    if t.integer(rank):
+        for key, name, make in (("rank", rank, int), ("alpha", alpha, float), ("target_modules", modules, same)):
+            t.put(f"model.lora.{key}", make(t(name)), name)
     t.leave(M + "trust_remote_code", "code of a model runs only if you set model.trust_remote_code yourself")
     t.put_engine(R + "name", engine=str(t(R + "name") or "vLLM"))
     if (batch := t("data.gen_batch_size")) is not None and batch != t("data.train_batch_size"):

@@ -91,6 +91,7 @@ REASONS = {
         "trainer.resume_mode", "trainer.resume_from_path", "trainer.default_hdfs_dir", "trainer.checkpoint.",
         "checkpoint.", "trainer.device", "profiler.", "global_profiler.",
     ), "checkpoints have the complete state: --resume (docs/guides/checkpoints.md)"),
+    "model": "which back end's keys of the model are read",
     "optim": "which back end's keys of the optimizer are read",
     "data.tools_key": "rows with tools have a column tools (docs/guides/data.md)",
     "data.ignore_input_ids_mismatch": "the chat template is applied to the whole conversation",
