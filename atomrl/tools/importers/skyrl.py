@@ -26,6 +26,8 @@ DEFAULTS: Settings = {
     "trainer.critic.optimizer_config.lr": 5e-6,
     "trainer.gradient_checkpointing": True,
     "trainer.seed": 42,
+    "trainer.run_name": "test_run",
+    "trainer.project_name": "skyrl",
     "trainer.epochs": 1,
     "trainer.update_epochs_per_batch": 1,
     "trainer.train_batch_size": 1024,
@@ -169,8 +171,9 @@ def translate(path: Path) -> Translation:
     t.choice("scheduler", t(P + "optimizer_config.scheduler"), {"constant_with_warmup": "", "constant": ""})
     t.put("train.schedule", "constant", P + "optimizer_config.scheduler")
     if t.integer(P + "optimizer_config.num_warmup_steps"):
+        steps = t(P + "optimizer_config.num_warmup_steps")
         t.to_do.append(
-            f"num_warmup_steps={t(P + 'optimizer_config.num_warmup_steps')}: train.warmup_ratio is its share of all updates"
+            f"{P}optimizer_config.num_warmup_steps={steps}: set train.warmup_ratio, their share of all updates"
         )
     t.put_engine(G + "inference_engine.backend", engine=str(t(G + "inference_engine.backend") or "vLLM"))
     _adapters(t)

@@ -305,7 +305,7 @@ class Translation:
         """Leave each key that is neither read nor known to the user: it may affect the training."""
         for name in self.unread:
             self.to_do.append(
-                f"{name}={self.settings[name]}: not a key of {self.library} that AtomRL knows, so nothing was done for it"
+                f"{name}={self.settings[name]}: not a key of {self.library} that AtomRL knows; it was not translated"
             )
             self._read.add(name)
 

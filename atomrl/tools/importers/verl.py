@@ -498,8 +498,8 @@ REASONS = {
         "reward_model.enable_resource_pool", "reward_model.strategy", "reward_model.micro_batch_size",
         "reward_model.micro_batch_size_per_gpu", "reward_model.model.fsdp_config.",
     ), "how the scores of a reward model are computed; the scores are the same"),
-    **dict.fromkeys(("data.trust_remote_code", "critic.model.trust_remote_code"), "code of a model runs only if you set "
-                    "model.trust_remote_code yourself"),
+    "data.trust_remote_code": "code of a model runs only if you set model.trust_remote_code yourself",
+    "critic.model.trust_remote_code": "code of a model runs only if you set model.trust_remote_code yourself",
     A + "shuffle": "the seed sets which rows of a step go into which update",
     A + "data_loader_seed": "seed determines all sampling",
     A + "calculate_entropy": "the entropy is logged: train.report_entropy",
