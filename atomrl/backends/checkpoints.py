@@ -8,6 +8,7 @@ import copy
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -31,7 +33,7 @@ from atomrl.models.reward_model import ScalarModel, scalar_settings
 
 PART_BYTES = 2 * 10**9
 """Maximum size of a model file; a rank gathers this much of a model at a time."""
-COUNTS = "trainer.json"
+COUNTS, RANDOM = "trainer.json", "random_{}.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Job = Callable[[], None]
 
@@ -43,7 +45,7 @@ class BackgroundWriter:
     """Runs jobs one after the other on a thread."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._thread = Thread(target=self._run, args=(jobs,), name="checkpoint writer", daemon=True)
         self._thread.start()
 
@@ -51,14 +53,14 @@ class BackgroundWriter:
         try:
             for job in jobs:
                 job()
-        except Exception as error:
+        except BaseException as error:  # DCP's CheckpointException is not an Exception
             self._error = error
 
     def wait(self) -> None:
         """Wait until all jobs are done.
 
         Raises:
-            Exception: the error of a job.
+            Exception, CheckpointException: the error of a job.
         """
         self._thread.join()
         if self._error is not None:
@@ -79,15 +81,35 @@ class BackgroundCheckpoints(BaseBackend):
         """Wait until all ranks have written what `save` started.
 
         Raises:
-            OSError: the disk is full, or another file error.
+            OSError: on all ranks, if one could not write its part; names the rank.
         """
         if self._pending is None:
             return
         (folder, writer), self._pending = self._pending, None
-        writer.wait()
-        self.collective.max(0)
+        with failing_together(self.collective):
+            writer.wait()
+        files = [folder / STATE_FOLDER / RANDOM.format(rank) for rank in range(self.collective.world)]
+        if absent := self.collective.union(path.name for path in files if not path.exists()):
+            raise OSError(
+                f"{folder} lacks {', '.join(absent)}: set output_dir to a folder that the machines of all ranks share"
+            )
         for name in self.trained if self.collective.rank == 0 else ():
             write_index(folder / role_prefix(name))
+
+
+@contextmanager
+def failing_together(ranks: Collective) -> Iterator[None]:
+    """Raise OSError on all ranks if the block raised an error on one; names each rank at fault. Collective."""
+    failed: dict[int, BaseException] = {}
+    try:
+        yield
+    except CheckpointException as error:
+        failed = {rank: cause for rank, (cause, _) in error.failures.items()} or {ranks.rank: error}
+    except Exception as error:
+        failed = {ranks.rank: error}
+    reasons = ranks.union(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in failed.items())
+    if reasons:
+        raise OSError("; ".join(reasons)) from next(iter(failed.values()), None)
 
 
 def split_by_size(weights: Sequence[tuple[str, Tensor]], part_bytes: int) -> list[list[tuple[str, Tensor]]]:
@@ -260,7 +282,7 @@ def counts_job(
     (state / SHARDS).mkdir(parents=True, exist_ok=True)
 
     def write() -> None:
-        save_file(random, state / f"random_{ranks.rank}.safetensors")
+        save_file(random, state / RANDOM.format(ranks.rank))
         if ranks.rank == 0:
             (state / COUNTS).write_text(json.dumps(counts) + "\n", encoding="utf-8")
 
@@ -281,7 +303,7 @@ def load_shards(trained: Mapping[RoleName, Optimizer], ranks: Collective, folder
         _make_moments(optimizer, saved["steps"][name])
     tensors, reader = _tensors(trained), ShardReader(folder)
     check_shapes({key: tuple(tensor.shape) for key, tensor in tensors.items()}, reader)
-    _read(tensors, reader, alone=not dist.is_initialized())
+    _read(tensors, reader, ranks if dist.is_initialized() else None)
     set_random_state(saved, ranks, folder)
     return int(saved["updates"])
 
@@ -324,7 +346,7 @@ def check_shapes(expected: Mapping[str, tuple[int, ...]], reader: ShardReader) -
 def set_random_state(saved: Mapping[str, Any], ranks: Collective, folder: Path) -> None:
     """Restore this rank's random states, if the checkpoint was written by the same number of ranks."""
     if saved["ranks"] == ranks.world:
-        random = load_file(folder / STATE_FOLDER / f"random_{ranks.rank}.safetensors")
+        random = load_file(folder / STATE_FOLDER / RANDOM.format(ranks.rank))
         torch.set_rng_state(random["cpu"])
         if "cuda" in random and torch.cuda.is_available():
             torch.cuda.set_rng_state(random["cuda"])
@@ -333,15 +355,16 @@ def set_random_state(saved: Mapping[str, Any], ranks: Collective, folder: Path) 
 def read_whole(shapes: Mapping[str, tuple[int, ...]], reader: ShardReader) -> dict[str, Tensor]:
     """Read full tensors of a checkpoint into this rank's CPU memory; not collective."""
     tensors: dict[str, Any] = {key: torch.empty(shape) for key, shape in shapes.items()}
-    _read(tensors, reader, alone=True)
+    _read(tensors, reader, None)
     return tensors
 
 
-def _read(tensors: dict[str, Any], reader: ShardReader, alone: bool) -> None:
-    """Read into tensors in place, on this rank alone or collectively."""
+def _read(tensors: dict[str, Any], reader: ShardReader, ranks: Collective | None) -> None:
+    """Read into tensors in place, collectively; None: on this rank alone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended
-        load(tensors, storage_reader=reader, no_dist=alone)
+        with failing_together(ranks or Collective()):
+            load(tensors, storage_reader=reader, no_dist=ranks is None)
 
 
 def _tensors(trained: Mapping[RoleName, Optimizer]) -> dict[str, Any]:

@@ -92,15 +92,21 @@ class Ranks(Collective):
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         # `accelerate launch` sets it for an FSDP config; transformers then loads zeros wherever LOCAL_RANK is not 0.
         os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
-        with _loopback(self.local_world == world):
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
-            # Separate groups, because operations of one group run in order: a checkpoint thread, the agreement on a
-            # result, and ranks that wait for a command must not delay each other.
-            self.host, self.outcome, self.writing = (dist.new_group(backend="gloo", timeout=limit) for _ in range(3))
-            self.waiting = dist.new_group(backend="gloo", timeout=IDLE)
         self._closed = threading.Event()
         self._heartbeat = threading.Thread(target=self._beat, args=(store.clone(),), name="heartbeat", daemon=True)
         self._heartbeat.start()
+        try:
+            with self._blaming(), _loopback(self.local_world == world):
+                dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+                # Separate groups, because operations of one group run in order: a checkpoint thread, the agreement on
+                # a result, and ranks that wait for a command must not delay each other.
+                self.host, self.outcome, self.writing = (
+                    dist.new_group(backend="gloo", timeout=limit) for _ in range(3)
+                )
+                self.waiting = dist.new_group(backend="gloo", timeout=IDLE)
+        except BaseException:
+            self.close()
+            raise
 
     def barrier(self) -> None:
         """Barrier with a timeout of at least `START_S`, for imports and model loading."""
@@ -160,6 +166,7 @@ class Ranks(Collective):
 
     def send(self, command: Any) -> None:
         """Send a command to the other ranks; called on rank 0."""
+        self.commands += 1
         with self._blaming():
             announced = dist.broadcast(torch.zeros(1), 0, group=self.waiting, async_op=True)
             assert announced is not None
@@ -167,10 +174,20 @@ class Ranks(Collective):
             dist.broadcast_object_list([command], 0, group=self.host)
 
     def receive(self) -> Any:
-        """Wait for the next command of rank 0, without a timeout; called on the other ranks."""
+        """Wait for the next command of rank 0, without a timeout; called on the other ranks.
+
+        Raises:
+            RankFailed: it does not arrive: rank 0, or a rank that forwards it, is gone.
+        """
+        self.commands += 1
         command = [None]
-        dist.broadcast(torch.zeros(1), 0, group=self.waiting)
-        dist.broadcast_object_list(command, 0, group=self.host)
+        try:
+            dist.broadcast(torch.zeros(1), 0, group=self.waiting)
+            dist.broadcast_object_list(command, 0, group=self.host)
+        except RuntimeError as error:
+            with suppress(RuntimeError):  # the store may be gone too
+                self._arrive()  # else rank 0 would blame this rank for its exit
+            raise RankFailed(f"no command arrives: {error}") from error
         return command[0]
 
     def together(self, work: Callable[[], Result]) -> Result:
@@ -180,7 +197,6 @@ class Ranks(Collective):
             RankFailed: a rank died, hangs, or raised an error that others did not.
             Exception: the error of `work`, if all ranks raised one.
         """
-        self.commands += 1
         try:
             result = work()
         except Exception as error:
@@ -229,7 +245,7 @@ class Ranks(Collective):
         """
         began, answers = time.monotonic(), self.store_answers
         if not self.own_error:
-            self.store.set(f"came/{self.commands}/{self.rank}", "")  # needs no answer
+            self._arrive()
         # First make sure that the store answers: any other request to it could block for ever.
         while self.store_answers == answers:
             if time.monotonic() > began + STOPPED_S:
@@ -254,6 +270,10 @@ class Ranks(Collective):
                 if not absent:
                     return RankFailed(default.partition("\n")[0])
             time.sleep(0.05)
+
+    def _arrive(self) -> None:
+        """Mark in the store that an operation of this rank failed; needs no answer."""
+        self.store.set(f"came/{self.commands}/{self.rank}", "")
 
     def _failed(self, ranks: Sequence[int]) -> RankFailed:
         """Return the error of the first of these ranks; after an out-of-memory, that with the smallest micro-batch."""

@@ -375,9 +375,12 @@ def start_ranks(build: Build, settings: RankedConfig, device: str, tokenizer: An
         for rank in range(1, count):
             processes[rank] = WorkerProcess.start(__name__)
             processes[rank].connection.send_bytes(json.dumps(shared | {"rank": rank}).encode())
-        for rank, process in processes.items():
+        end = time.monotonic() + START_S
+        for rank, worker in processes.items():
+            if not worker.connection.poll(max(0.0, end - time.monotonic())):
+                raise RankLost(f"rank {rank} (pid {worker.process.pid}) has not started within {START_S:g} s")
             try:
-                process.answer()
+                worker.answer()
             except (EOFError, OSError, ValueError) as error:
                 raise RankFailed(f"rank {rank} did not start") from error
         return Ranks(store, 0, count, rank_device(device, 0), settings.timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import subprocess
 import sys
@@ -63,7 +64,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 def diagnose_run(folder: Path) -> int:
     """Print the outcome of a run, the error that ended it, if any, and all findings, from its folder."""
-    from atomrl.tracking.doctor import diagnose
+    from atomrl.tracking.doctor import MOST_CHECKS, diagnose
     from atomrl.tracking.doctor.hacks import quote
     from atomrl.tracking.reading.lines import ReadError, metrics_of, read_mapping, read_metrics
     from atomrl.tracking.reading.run import FAILURE, completions_of, outcome
@@ -79,14 +80,23 @@ def diagnose_run(folder: Path) -> int:
                 f"{folder}/metrics.jsonl, row {number}, is not a row of a run: it needs a step and numbers, not "
                 f"{str(row)[:80]}"
             )
-    findings = diagnose(rows)
+    findings = diagnose({name: finite(value) for name, value in row.items()} for row in rows)
     run = LoadedRun(folder)
+    if len(rows) > MOST_CHECKS:  # not every step was checked here; the run itself did
+        findings += [finding for finding in run.findings if finding.id not in {one.id for one in findings}]
     print(*outcome(run), sep="\n")
     for finding in findings:
         print(replace(finding, quote=quote(finding.id, completions_of(run, finding.step))))
     if not findings and not failure:
         print("the doctor found no problems")
     return PROBLEMS if findings or failure else 0
+
+
+def finite(value: float | None) -> float | None:
+    """Return a number, or None if it is infinite, NaN or too large."""
+    from atomrl.tracking.reading.metrics import as_float
+
+    return value if value is not None and math.isfinite(as_float(value)) else None
 
 
 def is_row(row: Any) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from atomrl.common.errors import did_you_mean, reraise_as
+from atomrl.common.terminal import printable_output
 
 Run = Callable[[argparse.Namespace], int]
 """Executes a command and returns the exit code."""
@@ -127,7 +128,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return fail(f"unknown command '{name} {rest[0]}'; {did_you_mean(rest[0], subcommands)}")
         path.append(rest.pop(0))
 
-    # Parse the arguments of the command and run it; print errors as messages.
+    with printable_output():
+        return run_command(path, rest)
+
+
+def run_command(path: Sequence[str], rest: Sequence[str]) -> int:
+    """Parse the arguments of a command and run it; print errors as messages.
+
+    Args:
+        path: the command and, if it has some, its subcommand.
+        rest: its arguments.
+    """
     show_traceback = "--traceback" in rest
     if sys.__stderr__ and not faulthandler.is_enabled():  # print the Python stack if native code crashes
         faulthandler.enable(sys.__stderr__)
@@ -135,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter)
         run = fill_parser(parser, path)
         prepare = parser.get_default("prepare") or list
-        return run(parser.parse_intermixed_args(prepare(rest)))
+        return run(parser.parse_intermixed_args(prepare(list(rest))))
     except KeyboardInterrupt as stopped:
         print(f"\ninterrupted{f': {stopped}' if str(stopped) else ''}", file=sys.stderr)
         return INTERRUPTED

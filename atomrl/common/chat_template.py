@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -37,13 +41,74 @@ _OPEN, _CLOSED = rf"[<\[]\|?(?!end){_THOUGHT}", rf"[<\[]\|?(?:/|end[:_]){_THOUGH
 _OPENED = re.compile(rf"{_OPEN}\s*(?:{_CLOSED}\s*)?\Z", re.IGNORECASE)
 THOUGHT_TAG = re.compile(rf"({_OPEN}|{_CLOSED})", re.IGNORECASE)
 """Matches a tag that opens or closes a thought."""
+FOREIGN_MARK = re.compile(
+    r"<\|im_start\|>|<\|im_end\|>|<\|start_header_id\|>|<\|eot_id\|>|<start_of_turn>|<end_of_turn>|\[/?INST\]|<<SYS>>"
+    r"|<\|(?:user|assistant|system|end|channel|message)\|>|<\|start\|>|<｜(?:User|Assistant)｜>"
+    r"|<\|(?:START|END)_OF_TURN_TOKEN\|>|<\|start_of_role\|>|\[gMASK\]"
+)
+"""Marks around turns in the templates of common model families."""
+RENDER_S = 10.0
+"""Most seconds of one rendering; a template is a program, and need not end."""
 _ends: WeakKeyDictionary[Any, dict[str, int | None]] = WeakKeyDictionary()
 """Cache of `end_of_turn`: tokenizer -> template, end of sequence and variables -> token."""
 
 
+class EndlessTemplateError(ValueError):
+    """A chat template that was stopped after `RENDER_S`."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"the chat template was still running after {RENDER_S:g} s, so it may never end; fix chat_template.jinja "
+            "(or tokenizer_config.json) next to the tokenizer, or set another (data.chat_template)"
+        )
+
+
+class _Watch:
+    """Raises `EndlessTemplateError` in threads that render for longer than `RENDER_S`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begun: dict[int, float] = {}
+        """Thread that is rendering -> start, on the monotonic clock."""
+        self._late: set[int] = set()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def rendering(self) -> Iterator[None]:
+        """Limit the time of a block in this thread."""
+        own = threading.get_ident()
+        with self._lock:
+            self._begun[own] = time.monotonic()
+            if self._thread is None or not self._thread.is_alive():  # also after a fork
+                self._thread = threading.Thread(target=self._run, name="atomrl-template", daemon=True)
+                self._thread.start()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._begun.pop(own, None)
+                if own in self._late:  # withdraw what was not raised yet
+                    self._late.remove(own)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(own), None)
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(1.0)
+            with self._lock:
+                for thread, start in self._begun.items():
+                    if time.monotonic() - start > RENDER_S and thread not in self._late:
+                        self._late.add(thread)
+                        kind = ctypes.py_object(EndlessTemplateError)
+                        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), kind)
+
+
+_watch = _Watch()
+
+
 def _apply(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
     try:
-        return tokenizer.apply_chat_template(messages, **options)
+        with _watch.rendering():
+            return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:  # Jinja's type, compared by name because Jinja may not be imported
         if type(error).__name__ != "TemplateSyntaxError":
             raise
@@ -385,6 +450,8 @@ def _around(
         for turns in ([*begin, *messages], [_in_parts(message) for message in [*begin, *messages]]):
             try:
                 text = render(tokenizer, turns, kwargs=kwargs, add_generation_prompt=add_generation_prompt)
+            except EndlessTemplateError:
+                raise
             except Exception:  # of any type, as templates are programs
                 continue
             if _WORDS in text:

@@ -148,6 +148,8 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
     except yaml.YAMLError as error:
         message = str(error).replace('in "<unicode string>"', f"in {source}")
         raise ConfigError(f"{source} is not valid YAML: {message}") from None
+    except RecursionError:
+        raise ConfigError(f"{source} is nested too deep") from None
     if tree is None:
         raise ConfigError(f"{source} is empty; a config has at least run_name, model and data (configs/ has examples)")
     if not isinstance(tree, dict):

@@ -28,6 +28,7 @@ from atomrl.common.chat_template import (
     turn_marks,
 )
 from atomrl.common.errors import reraise_as
+from atomrl.data.columns import UNTRAINED
 from atomrl.data.files import DataError
 from atomrl.data.problems import ENVIRONMENT
 
@@ -36,7 +37,7 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Fields of an assistant's message."""
 WORDS = ("content", *THOUGHTS, "tool_calls", "function_call", "refusal")
 """Fields with content: a row is refused where the template leaves one of them out."""
-LINKS = {"role", "content", "tool_call_id"}
+LINKS = {"role", "content", "tool_call_id", UNTRAINED}
 """Fields that the template need not show."""
 _MARK, _FORM = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which no text has
 _FORMS = 1000
@@ -259,7 +260,7 @@ class _Conversation:
         for part in within_turns(turns):
             message = {**part[-1]}
             if len(part) > 1:
-                pieces = [Piece(each["content"], each["role"] == "assistant") for each in part]
+                pieces = [Piece(each["content"], each["role"] == "assistant" and is_trained(each)) for each in part]
                 self.merged[len(self.messages)], message["content"] = pieces, "".join(text for text, _ in pieces)
             if message["role"] == "assistant":
                 name = f"the content of message {len(self.messages) + own}"
@@ -283,7 +284,7 @@ class _Conversation:
             begin, end, closing = self.span(number)
             if begin is None:  # its thought is shown in use alone: the prompt opens one
                 prompt, text = self.in_use(number)
-                return joined([*pieces, Piece(prompt[cursor:], False), Piece(text, True)])
+                return joined([*pieces, Piece(prompt[cursor:], False), Piece(text, is_trained(self.messages[number]))])
             if not cursor <= begin < end:
                 raise DataError(f"{self.place}: the chat template does not keep the order of the messages")
             pieces += [Piece(self.whole[cursor:begin], False), *self.parts(number, begin, end)]
@@ -294,7 +295,7 @@ class _Conversation:
                     "learns to stop only at the last turn of a row"
                 )
         if not closing:
-            pieces.append(Piece(self.writer.end, True))
+            pieces.append(Piece(self.writer.end, is_trained(self.messages[own[-1]])))
         return joined(pieces)
 
     def form(self) -> _Form | None:
@@ -515,7 +516,7 @@ class _Conversation:
         """Split a turn into pieces; an environment's words within it are not trained."""
         text = self.whole[begin:end]
         if number not in self.merged:
-            return [Piece(text, True)]
+            return [Piece(text, is_trained(self.messages[number]))]
         words = "".join(part for part, _ in self.merged[number])
         place = text.find(words.strip())
         if place < 0:
@@ -538,6 +539,11 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
     """Merge neighbours that are both trained or both not, and drop empty pieces."""
     groups = groupby((piece for piece in pieces if piece.text), key=lambda piece: piece.trained)
     return [Piece("".join(piece.text for piece in group), trained) for trained, group in groups]
+
+
+def is_trained(message: Mapping[str, Any]) -> bool:
+    """Return False for a message of the assistant with weight 0."""
+    return message.get(UNTRAINED) != 0
 
 
 def within_turns(turns: Messages) -> list[list[Mapping[str, Any]]]:

@@ -26,7 +26,7 @@ from atomrl.common.errors import reraise_as
 
 BOM = b"\xef\xbb\xbf"
 SHOWN = 20
-"""Invalid rows listed in an error message."""
+"""Reasons listed in an error message."""
 
 
 class DataError(ValueError):
@@ -38,16 +38,23 @@ class DataNotHere(DataError):
 
 
 def error_list(errors: Sequence[str], shown: int = SHOWN) -> str:
-    """Format the first errors, one per indented line, and count the rest.
+    """Format errors (`PLACE: REASON`), one indented line for each reason, and count the rest.
 
     Example:
-        >>> print(error_list(["a.jsonl:1: empty prompt", "a.jsonl:7: empty prompt"], shown=1))
-          a.jsonl:1: empty prompt
+        >>> print(error_list(["a.jsonl:1: no prompt", "a.jsonl:7: no prompt", "a.jsonl:9: no answer"], shown=1))
+          a.jsonl:1: no prompt (and 1 more, such as a.jsonl:7)
           ... and 1 more
     """
-    lines = [f"  {error}" for error in errors[:shown]]
-    if len(errors) > shown:
-        lines.append(f"  ... and {len(errors) - shown} more")
+    places = dict[str, list[str]]()
+    for error in errors:
+        place, colon, reason = error.partition(": ")
+        places.setdefault(colon + reason if colon else error, []).append(place)
+    lines = []
+    for reason, (first, *others) in [*places.items()][:shown]:
+        line = f"  {first}{reason}" if reason.startswith(": ") else f"  {reason}"
+        lines.append(f"{line} (and {len(others)} more, such as {others[0]})" if others else line)
+    if rest := sum(map(len, [*places.values()][shown:])):
+        lines.append(f"  ... and {rest} more")
     return "\n".join(lines)
 
 

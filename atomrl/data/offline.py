@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 
 from atomrl.common.chat_template import closing_tag, thought_opening, token_ids, tokenize_continuation
 from atomrl.common.errors import reraise_as
+from atomrl.data.columns import check_used, with_system
 from atomrl.data.conversations import (
     ConversationWriter,
     Piece,
     common_prefix,
     content_fields,
     continued,
+    is_trained,
     joined,
     within_turns,
 )
@@ -83,15 +85,39 @@ ALLOWED_AROUND_ENVIRONMENT = ("assistant", ENVIRONMENT), (ENVIRONMENT, "assistan
 
 def demonstration_reader(prompt_field: str, completion_field: str) -> Convert:
     """Return a converter of rows to demonstrations (`demonstrated`)."""
-    return lambda place, row: _sample(place, row, *demonstrated(row, prompt_field, completion_field))
+
+    def read(place: str, row: Mapping[str, Any]) -> Problem:
+        source = None if row.get(completion_field) is not None else _conversation_column(row)
+        used = [prompt_field, completion_field, *([] if source is None else [source])]
+        return _sample(place, row, used, *demonstrated(row, prompt_field, completion_field))
+
+    return read
 
 
 def preference_reader(prompt_field: str, fields: PreferenceConfig) -> Convert:
     """Return a converter of rows to preferences (`preference`)."""
-    return lambda place, row: _sample(place, row, *preference(row, prompt_field, fields))
+    used = prompt_field, fields.chosen_field, fields.rejected_field, fields.completion_field, fields.label_field
+
+    def read(place: str, row: Mapping[str, Any]) -> Problem:
+        source = () if row.get(prompt_field) is not None else ("conversations",)
+        return _sample(place, row, [*used, *source], *preference(row, prompt_field, fields))
+
+    return read
 
 
-def _sample(place: str, row: Mapping[str, Any], prompt: PromptContent, completions: Scored) -> Problem:
+def _conversation_column(row: Mapping[str, Any]) -> str | None:
+    return next((name for name in ("conversations", "messages") if row.get(name) is not None), None)
+
+
+def _sample(
+    place: str, row: Mapping[str, Any], used: Sequence[str], prompt: PromptContent, completions: Scored
+) -> Problem:
+    prompt = with_system(row, prompt)
+    messages = [turn for turns, _ in completions if not isinstance(turns, str) for turn in turns]
+    shown = [turns for turns, _ in completions if isinstance(turns, str)]
+    shown += [str(turn[name]) for turn in messages for name in content_fields(turn)]
+    given = [turn for turn in messages if turn["role"] != "assistant"]  # in a conversation's later turns
+    check_used(row, used, prompt, "\n".join(shown), given)
     tools = check_tools(row.get(TOOLS))
     if "conversations" in row:  # ShareGPT's tools are bare function schemas
         tools = tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in tools)
@@ -118,8 +144,8 @@ def demonstrated(
         if prompt_field not in names:
             raise missing(prompt_field, row, "data.prompt_field")
         prompt, turns = check_prompt(row[prompt_field]), _answer(completion_field, row[completion_field], several=True)
-    elif name := next((name for name in ("conversations", "messages") if name in names), None):
-        prompt, turns = _conversation(name, row[name], row)
+    elif name := _conversation_column(row):
+        prompt, turns = _conversation(name, row[name])
     elif {"instruction", "output"} <= names:
         prompt, turns = _alpaca(row, "output")
     else:
@@ -133,36 +159,29 @@ def demonstrated(
 
 def _alpaca(row: Mapping[str, Any], output: str) -> tuple[PromptContent, PromptContent]:
     """Convert an Alpaca row to prompt and answer. Answers in the history are trained too, as in LLaMA-Factory."""
+    question = _alpaca_prompt(row)
+    if not isinstance(row[output], str) or not row[output]:
+        raise DataError(f"field {output!r} must be text")
+    if isinstance(question, str):
+        return question, row[output]
+    return _conversation("history", [*question, {"role": "assistant", "content": row[output]}])
+
+
+def _alpaca_prompt(row: Mapping[str, Any]) -> PromptContent:
+    """Return the question of an Alpaca row, after its history if there is one."""
     texts = [row[name] for name in ("instruction", "input") if row.get(name)]
-    if not all(isinstance(text, str) for text in [*texts, row[output]]) or not row[output]:
-        raise DataError(f"fields 'instruction', 'input' and {output!r} must be text")
+    if not all(isinstance(text, str) for text in texts):
+        raise DataError("fields 'instruction' and 'input' must be text")
     question, history = check_prompt("\n\n".join(texts)), row.get("history") or []
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise DataError("field 'history' must be a list of [question, answer] pairs")
-    messages = [
-        {"role": role, "content": text}
-        for turn in [*history, (question, row[output])]
-        for role, text in zip(("user", "assistant"), turn, strict=True)
-    ]
-    if system := _system(row):
-        messages.insert(0, system)
-    if len(messages) == 2:
-        return question, row[output]
-    if not history:
-        return check_prompt(messages[:-1]), row[output]
-    return _conversation("history", messages, {})
+    turns = [(role, text) for turn in history for role, text in zip(("user", "assistant"), turn, strict=True)]
+    messages = [{"role": role, "content": text} for role, text in [*turns, ("user", question)]]
+    return check_messages(messages, "field 'history'") if history else question
 
 
-def _system(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the system prompt in the column `system` (LLaMA-Factory)."""
-    text = row.get("system")
-    if text is not None and not isinstance(text, str):
-        raise DataError("field 'system' must be text")
-    return {"role": "system", "content": text} if text and text.strip() else None
-
-
-def _conversation(name: str, messages: Any, row: Mapping[str, Any]) -> tuple[PromptContent, PromptContent]:
-    checked = check_messages(_as_messages(name, messages, row), f"field {name!r}", TURNS)
+def _conversation(name: str, messages: Any) -> tuple[PromptContent, PromptContent]:
+    checked = check_messages(_as_messages(name, messages), f"field {name!r}", TURNS)
     first = next((place for place, message in enumerate(checked) if message["role"] == "assistant"), None)
     if not first:
         raise DataError(f"field {name!r} has no assistant message" + ("" if first is None else " after another"))
@@ -180,14 +199,12 @@ def written(messages: Sequence[Message]) -> PromptContent:
     return _answer("completion", messages, several=True)
 
 
-def _as_messages(name: str, messages: Any, row: Mapping[str, Any]) -> Any:
-    """Convert ShareGPT messages to chat messages, with the system prompt of the row; others are returned unchanged."""
+def _as_messages(name: str, messages: Any) -> Any:
+    """Convert ShareGPT messages to chat messages; others are returned unchanged."""
     if not isinstance(messages, list) or not messages:
         return messages
     if name == "conversations" or any(isinstance(message, Mapping) and "from" in message for message in messages):
-        messages = [_sharegpt(name, message) for message in messages]
-        if (system := _system(row)) and messages[0]["role"] != "system":
-            return [system, *messages]
+        return [_sharegpt(name, message) for message in messages]
     return messages
 
 
@@ -218,14 +235,14 @@ def preference(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConf
     Example:
         >>> from atomrl.config import PreferenceConfig
         >>> preference({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, "prompt", PreferenceConfig())
-        ('2+2=', (('4', 1.0), ('5', 0.0)))
+        ('2+2=', (('4', 0.0), ('5', 0.0)))
     """
     names = {name for name, value in row.items() if value is not None}
     if {fields.chosen_field, fields.rejected_field} & names:
         prompt, chosen, rejected = _pair(row, prompt_field, fields)
         scores = _scores(row)
     elif {"instruction", "completions"} <= names:
-        prompt = check_prompt(row["instruction"])
+        prompt = _alpaca_prompt(row)
         chosen, rejected, scores = _best_and_worst(row["completions"])
     elif {fields.completion_field, fields.label_field} & names:
         label = row.get(fields.label_field)
@@ -267,8 +284,7 @@ def _pair(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -
     if isinstance(sides[0], str) and isinstance(sides[1], str):
         return _split_texts(sides[0], sides[1])
     turns = [
-        check_messages(_as_messages(name, value, row), f"field {name!r}")
-        for name, value in zip(names, sides, strict=True)
+        check_messages(_as_messages(name, value), f"field {name!r}") for name, value in zip(names, sides, strict=True)
     ]
     shared = common_prefix(*turns)
     if shared == min(map(len, turns)):
@@ -297,8 +313,8 @@ def _pair_prompt(row: Mapping[str, Any], prompt_field: str, answer: str, no_prom
     if row.get(prompt_field) is not None:
         return check_prompt(row[prompt_field])
     if no_prompt and row.get("conversations") is not None:
-        return check_messages(_as_messages("conversations", row["conversations"], row), "field 'conversations'")
-    return _alpaca(row, answer)[0] if no_prompt and row.get("instruction") else None
+        return check_messages(_as_messages("conversations", row["conversations"]), "field 'conversations'")
+    return _alpaca_prompt(row) if no_prompt and row.get("instruction") else None
 
 
 def _split_texts(chosen: str, rejected: str) -> tuple[str, PromptContent, PromptContent]:
@@ -319,7 +335,7 @@ def _answer(name: str, value: Any, several: bool = False) -> PromptContent:
     """Validate a completion: text or one assistant message; with `several` also messages from its first to its last."""
     value = [value] if isinstance(value, Mapping) and {"role", "from"} & value.keys() else value
     if isinstance(value, list):
-        checked = check_messages(_as_messages(name, value, {}), f"field {name!r}", TURNS if several else ROLES)
+        checked = check_messages(_as_messages(name, value), f"field {name!r}", TURNS if several else ROLES)
         return _turns(name, checked, several)
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"field {name!r} " + ("is empty" if isinstance(value, str) else "must be text or messages"))
@@ -331,6 +347,8 @@ def _turns(name: str, turns: tuple[Message, ...], several: bool = True) -> Promp
     if roles[:1] + roles[-1:] != ["assistant"] * 2 or (len(turns) > 1 and not several):
         rule = "begin and end with an assistant message" if several else "end with one assistant message"
         raise DataError(f"field {name!r} must {rule} after the prompt, not {', '.join(roles) or 'nothing'}")
+    if not several and not is_trained(turns[0]):
+        raise DataError(f"field {name!r} has an answer of weight 0, which cannot be compared: remove the row")
     if not all(content_fields(turn) for turn in turns if turn["role"] == "assistant"):
         raise DataError(f"field {name!r} has an empty assistant message")
     pairs = set(pairwise(roles))
@@ -340,18 +358,21 @@ def _turns(name: str, turns: tuple[Message, ...], several: bool = True) -> Promp
 
 
 def _scores(row: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the scores of chosen and rejected: the row's scores, else (margin, 0), else (1, 0)."""
+    """Return the scores of chosen and rejected: (margin, 0), else the row's scores, else (0, 0)."""
     if row.get("margin") is not None:
         margin = _number("margin", row["margin"])
-        if margin <= 0:
-            raise DataError(f"field 'margin' is {margin:g}: the chosen completion must have the higher score")
+        if margin < 0:
+            raise DataError(f"field 'margin' is {margin:g}: the chosen completion must not have the lower score")
         return margin, 0.0
-    if row.get("score_chosen") is None or row.get("score_rejected") is None:
-        return 1.0, 0.0
-    chosen, rejected = (_number(name, row[name]) for name in ("score_chosen", "score_rejected"))
-    if chosen <= rejected:
+    names = "score_chosen", "score_rejected"
+    if absent := [name for name in names if row.get(name) is None]:
+        if len(absent) == 1:
+            raise DataError(f"field {absent[0]!r} is missing; a margin needs both scores, or neither")
+        return 0.0, 0.0
+    chosen, rejected = (_number(name, row[name]) for name in names)
+    if chosen < rejected:
         raise DataError(
-            f"score_chosen={chosen:g}, score_rejected={rejected:g}: the chosen completion must have the higher score"
+            f"score_chosen={chosen:g}, score_rejected={rejected:g}: the chosen completion must not have the lower score"
         )
     return chosen, rejected
 
@@ -631,7 +652,7 @@ class TokenizedSamples:
         row = {**problem.columns, "ground_truth": problem.ground_truth}
         drawn = self._draw(random.Random(f"{self._seed}/{prompt_id}"), row)
         if isinstance(drawn, tuple):
-            return ((drawn[0], 1.0), (drawn[1], 0.0))
+            return ((drawn[0], 0.0), (drawn[1], 0.0))
         return ((drawn if isinstance(drawn, str) else written(drawn), 0.0),)
 
     def _encode(self, items: Items) -> list[list[Example]]:
@@ -675,6 +696,8 @@ class TokenizedSamples:
         plain = len(parts) == 1 and all(content_fields(message) == ["content"] for message in parts[0])
         # Plain text continues the rendered prompt. Anything else (turns, calls, thoughts) is the template's to write.
         if plain and (isinstance(turns, str) or len(parts[0]) > 1 or continues or bare):
+            if not all(map(is_trained, parts[0])):
+                raise DataError(f"{place}: weight: 0 needs messages that the chat template renders; remove the key")
             texts = [Piece(message["content"], message["role"] == "assistant") for message in parts[0]]
             texts[-1] = Piece(writer.without_end(texts[-1].text, "a completion", place), True)
             opening = thought_opening(str(processor.tokenizer.decode([*prompt[-OPENING_TOKENS:]])))

@@ -12,6 +12,7 @@ import logging
 import math
 import random
 import re
+import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,8 +21,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from atomrl.common.chat_template import NO_TEMPLATE, check_kwargs, render, thought_opening, turn_marks
+from atomrl.common.chat_template import FOREIGN_MARK, NO_TEMPLATE, check_kwargs, render, thought_opening, turn_marks
 from atomrl.common.errors import did_you_mean, reraise_as
+from atomrl.data.columns import check_used, message_weight, with_system
 from atomrl.data.files import DataError, DataNotHere, RawRow, error_list, find_hub_source, hub_rows, read_rows
 from atomrl.data.tasks import GENERATORS, Draw, find_completions, generate, is_generator
 from atomrl.types import Message, Problem, Prompt
@@ -42,6 +44,10 @@ ENVIRONMENT = "environment"
 RESERVED = ("prompts", "completions", "ground_truth")
 
 
+AT_ONCE = 2048
+"""Prompts that are tokenized in one call: the tokenizer needs over 100 bytes a token while it works."""
+PROGRESS_S = 10.0
+"""Seconds between two lines of progress."""
 PromptContent = str | tuple[Message, ...]
 """Plain text, or chat messages."""
 Scored = tuple[tuple[PromptContent, float], ...]
@@ -214,13 +220,14 @@ def problem_reader(config: DataConfig) -> Convert:
             raise DataError("data.answer_pattern needs data.answer_field, the field that it searches")
 
     def convert(place: str, row: Mapping[str, Any]) -> Problem:
-        prompt = check_prompt(_lookup(row, config.prompt_field))
+        prompt = with_system(row, check_prompt(_lookup(row, config.prompt_field, "data.prompt_field")))
         used, name = {config.prompt_field, config.data_source_field}, config.answer_field
+        check_used(row, [config.prompt_field, config.answer_field or ""], prompt, None)
 
         # The ground truth: a field, or the part of it that the pattern matches.
         answer = None
         if name is not None:
-            answer = _lookup(row, name)
+            answer = _lookup(row, name, "data.answer_field")
             if answer is None or (isinstance(answer, str) and not answer.strip()):
                 raise DataError(f"field {name!r} is empty")
             if isinstance(answer, float) and not math.isfinite(answer):
@@ -236,7 +243,7 @@ def problem_reader(config: DataConfig) -> Convert:
                 raise DataError(f"field {name!r} has no match for data.answer_pattern {pattern.pattern!r}")
 
         # Everything else is a column, which rewards may ask for by its name.
-        source = _lookup(row, config.data_source_field, required=False)
+        source = _lookup(row, config.data_source_field)
         source = "default" if source is None else source
         if not isinstance(source, str):
             raise DataError(f"field {config.data_source_field!r} must be text, not {type(source).__name__}")
@@ -249,32 +256,46 @@ def problem_reader(config: DataConfig) -> Convert:
     return convert
 
 
-def _lookup(row: Mapping[str, Any], name: str, required: bool = True) -> Any:
-    """Look up a field: the key `a.b` itself, else the key `b` of the object under `a`."""
+def _lookup(row: Mapping[str, Any], name: str, key: str = "") -> Any:
+    """Look up a field: the key `a.b` itself, else the key `b` of the object under `a`.
+
+    Args:
+        key: config key that names a required field; without it, a missing field is None.
+    """
     if name in row:
         return row[name]
     node: Any = row
     for part in name.split("."):
         if isinstance(node, Mapping) and part in node:
             node = node[part]
-        elif required:
-            raise missing(name, row)
+        elif key:
+            raise missing(name, row, key)
         else:
             return None
     return node
 
 
-def missing(name: str, row: Mapping[str, Any], key: str = "") -> DataError:
+USUAL = {
+    "data.prompt_field": ("question", "problem", "query", "instruction", "input", "messages"),
+    "data.answer_field": ("answer", "solution", "final_answer", "target", "label", "reward_model.ground_truth"),
+}
+"""Config key of a field -> names that it often has."""
+
+
+def missing(name: str, row: Mapping[str, Any], key: str) -> DataError:
     """Return the error for a missing field.
 
     Args:
-        key: config key that names the column; "" for the prompt and answer fields.
+        key: config key that names the column.
     """
     has = ", ".join(map(repr, row)) or "no keys"
-    columns = f"{key} names the column" if key else "data.prompt_field, data.answer_field name columns"
-    if not key and "chosen" in row:
+    usual = next((each for each in USUAL.get(key, ()) if each.partition(".")[0] in row), None)
+    columns = f"{key} names the column" + (f", such as {key}={usual}" if usual else "")
+    if key == "data.answer_field" and not usual:
+        columns += "; null if rewards need none"
+    if key in USUAL and "chosen" in row:
         columns += "; preferences are trained on with algorithm.name=dpo, reward_model, ..."
-    elif not key and ("completion" in row or "messages" in row):
+    elif key in USUAL and ("completion" in row or "messages" in row):
         columns += "; demonstrations are trained on with `sft: {}`"
     return DataError(f"field {name!r} is missing (has {has}; {columns})")
 
@@ -327,6 +348,7 @@ def _message(place: str, message: Any, roles: Sequence[str]) -> Message:
         raise DataError(f"{place}: 'role' must be text")
     if message["role"] not in roles:
         raise DataError(f"{place}: unknown role {message['role']!r} (known: {', '.join(roles)})")
+    message = message_weight(place, message)
     others = {key: value for key, value in message.items() if value is not None and key not in ("role", "content")}
     calls = _objects(f"{place}: 'tool_calls'", others.pop("tool_calls", None))
     if calls:
@@ -445,6 +467,7 @@ class DataProcessor:
         self._cache: dict[int, tuple[Problem, Sequence[int], str]] = {}
         self._warned = False
         self._marks = turn_marks(tokenizer, self.template_kwargs)
+        self._own_marks = set(self._marks.special if self.has_template else tokenizer.get_vocab())
 
     def to_prompts(self, items: Sequence[tuple[str, Problem]]) -> list[Prompt]:
         """Encode (prompt id, problem) pairs, in order.
@@ -507,7 +530,16 @@ class DataProcessor:
         # Keyed by identity, since ids are unique within one data set only; the entry keeps the problem alive.
         cache = self._cache if cached else {}
         new = list({id(problem): problem for problem in problems if id(problem) not in cache}.values())
+        told = time.monotonic()
+        for start in range(0, len(new), AT_ONCE):
+            self._encode_new(new[start : start + AT_ONCE], cache)
+            if time.monotonic() - told > PROGRESS_S:
+                told = time.monotonic()
+                log.info("tokenized %d of %d prompts", min(start + AT_ONCE, len(new)), len(new))
+        return [cache[id(problem)][1:] for problem in problems]
 
+    def _encode_new(self, new: Sequence[Problem], cache: dict[int, tuple[Problem, Sequence[int], str]]) -> None:
+        """Encode some problems in one call of the tokenizer, and add them to a cache."""
         # The text of each prompt: as it is, after the system prompt, or rendered by the chat template.
         bare = [self.is_bare(problem) for problem in new]
         front = "" if self.system_prompt is None else f"{self.system_prompt}\n\n"
@@ -532,8 +564,7 @@ class DataProcessor:
                     "continue: if it is the answer, remove it from the prompt"
                 )
             opening = self._turn_opening(problem.prompt, text)
-            cache[id(problem)] = (problem, array("q", ids) if cached else ids, opening)  # an array takes less memory
-        return [cache[id(problem)][1:] for problem in problems]
+            cache[id(problem)] = (problem, array("i", ids), opening)  # 4 bytes per token, where a list has 8 and more
 
     def is_bare(self, problem: Problem) -> bool:
         """Return True if a prompt is used without rendering it. Warns once if one contains tokens of the template.
@@ -542,6 +573,13 @@ class DataProcessor:
             DataError: the prompt contains the chat template, and the config has settings that only a template applies.
         """
         prompt, name = problem.prompt, f"data.prompt_field={self.config.prompt_field}"
+        if isinstance(prompt, str):
+            marks = (found[0] for found in FOREIGN_MARK.finditer(prompt))
+            if mark := next((mark for mark in marks if mark not in self._own_marks), None):
+                self._warn(
+                    f"{problem.problem_id}: the prompt contains {mark}, from the chat template of another model, which "
+                    f"this one reads as words: give only the question in {name}"
+                )
         if not self.has_template:
             if self.tools_of(problem) and not self.tools:
                 raise DataError(f"{problem.problem_id}: field {TOOLS!r}: {self.why_none()}; remove the column")
@@ -600,7 +638,7 @@ class DataProcessor:
 
     def tools_of(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
         """Return the tools in a problem's prompt: the run's, else those of its row (demonstrations and preferences)."""
-        return self.tools or (problem.columns.get(TOOLS, ()) if COMPLETIONS in problem.columns else ())
+        return self.tools or (problem.columns.get(TOOLS) or () if COMPLETIONS in problem.columns else ())
 
     def rendered(self, prompt: str | Sequence[Message], place: str, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Render a prompt, or the beginning of a conversation, with the chat template and its generation prompt.

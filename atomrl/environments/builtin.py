@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 import urllib.request
 from collections.abc import Generator, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from http.client import HTTPException
 from typing import Any, NamedTuple
 from urllib.error import HTTPError
+from urllib.parse import urlsplit
 
 from atomrl.common.errors import ServiceFault, is_temporary
 from atomrl.data.tasks import find
@@ -228,20 +233,18 @@ def retrieve(url: str, query: str, topk: int, timeout_s: float) -> list[str]:
     body = json.dumps({"queries": [query], "topk": topk, "return_scores": True}).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     # The timeout of `urlopen` is per read: a server that sends a byte now and then would never reach it.
-    content, end = bytearray(), time.monotonic() + timeout_s
+    result: Future[bytes] = Future()
+    end = time.monotonic() + timeout_s
+    threading.Thread(target=_exchange, args=(request, end, result), name="retrieve", daemon=True).start()
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            while part := answer.read1(1 << 16):
-                content += part
-                if len(content) > MAX_ANSWER_BYTES:
-                    raise ServiceFault(f"{url}: the answer is longer than {MAX_ANSWER_BYTES} bytes")
-                if time.monotonic() > end:
-                    raise ConnectionError(f"{url} has not answered within {timeout_s:g} s")
+        content = result.result(timeout_s)
+    except TimeoutError:
+        raise ConnectionError(f"{url} has not answered within {timeout_s:g} s") from None
     except HTTPError as error:
         if is_temporary(error.code):
             error.msg = f"{url}: {error.msg}"
             raise
-        raise ServiceFault(f"{url}: HTTP {error.code}: {error.read(200).decode(errors='replace')}") from None
+        raise ServiceFault(f"{url}: HTTP {error.code}: {error.msg}") from None
     except OSError as error:
         raise ConnectionError(f"{url}: {getattr(error, 'reason', error)}") from error
     try:
@@ -256,6 +259,35 @@ def retrieve(url: str, query: str, topk: int, timeout_s: float) -> list[str]:
     except (LookupError, TypeError):
         message = f"{url} answered {json.dumps(reply)[:200]}, not a list of documents with a text as `contents`"
         raise ServiceFault(message) from None
+
+
+class _SameHost(urllib.request.HTTPRedirectHandler):
+    """Follows redirects to the same host only: another one was not configured, and must not get the queries."""
+
+    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: str) -> Any:
+        if urlsplit(newurl).netloc != urlsplit(req.full_url).netloc:
+            raise ServiceFault(f"{req.full_url} redirects to another host: {newurl}; set `url` to it if it is yours")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _exchange(request: urllib.request.Request, end: float, result: Future[bytes]) -> None:
+    """Send a request, and set its answer or error, an HTTPError with the beginning of its body; stops at `end`."""
+    url, content = request.full_url, bytearray()
+    try:
+        left_s = max(0.01, end - time.monotonic())
+        with urllib.request.build_opener(_SameHost).open(request, timeout=left_s) as answer:
+            while (part := answer.read1(1 << 16)) and time.monotonic() < end:
+                content += part
+                if len(content) > MAX_ANSWER_BYTES:
+                    raise ServiceFault(f"{url}: the answer is longer than {MAX_ANSWER_BYTES} bytes")
+        result.set_result(bytes(content))
+    except HTTPError as error:
+        if not is_temporary(error.code):
+            with suppress(OSError, HTTPException):
+                error.msg = error.read(200).decode(errors="replace")
+        result.set_exception(error)
+    except BaseException as error:  # the caller raises it
+        result.set_exception(error)
 
 
 def contents_of(item: Any) -> str:

@@ -504,6 +504,7 @@ class McpServer:
             return
         if self._client is None and self._connection is not None:  # still connecting, so not waiting for the event
             self._connection.cancel()
+            self._connection = None  # a second cancel would interrupt the end of the server's process
         self._client, self._lost = None, asyncio.Event()
         self._loop.call_later(grace_s, lost.set)
 

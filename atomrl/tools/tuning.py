@@ -33,7 +33,8 @@ from atomrl.config.schema import Section
 from atomrl.tracking.doctor.rules import EVALUATED
 from atomrl.tracking.reading import Run, is_run, load_run
 from atomrl.tracking.reading.comparison import JOURNAL, RESULT, SECONDS, SETTINGS, STUDY_NAME, half_width
-from atomrl.tracking.reading.lines import lock_owner
+from atomrl.tracking.reading.lines import Locked, acquire_lock, lock_owner, release_lock
+from atomrl.tracking.reading.run import read_findings
 
 if TYPE_CHECKING:
     from optuna.study import Study
@@ -188,9 +189,16 @@ class TrialOutcome:
     """Result of a run of a study."""
 
     value: float | None
-    """None if it failed or was pruned."""
+    """None if it failed, was pruned, or is invalid."""
     pruned: str = ""
     """Why it was pruned; "" if it was not."""
+    invalid: str = ""
+    """Error that the doctor found (reward hacking, stale weights); its metric means nothing, however high it is."""
+
+    @property
+    def text(self) -> str:
+        """The value, or why there is none."""
+        return f"{self.value:.4f}" if self.value is not None else self.invalid or self.pruned or "failed"
 
 
 Judge = Callable[[int, float], bool]
@@ -205,12 +213,28 @@ def tune(config: RunConfig, space: Space, settings: Settings, log: Callable[[str
         and all finals.
 
     Raises:
-        ConfigError: optuna or scipy is not installed, or no trial succeeded.
+        ConfigError: optuna or scipy is not installed, another process runs the study, or no trial succeeded.
     """
     with reraise_as(ConfigError, "tuning needs: pip install 'atomrl[tune]'", ImportError):
+        import optuna  # noqa: F401
         import scipy.stats  # noqa: F401  # needed for the finals, hours later
-        from optuna.trial import TrialState
     settings.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        acquire_lock(settings.folder)
+    except Locked as other:
+        raise ConfigError(
+            f"another process ({other}) runs the study {settings.folder}: wait for it, stop it, or use another --out"
+        ) from None
+    try:
+        return _search(config, space, settings, log)
+    finally:
+        release_lock(settings.folder)
+
+
+def _search(config: RunConfig, space: Space, settings: Settings, log: Callable[[str], None]) -> dict[str, Any]:
+    """Run the search and the finals of a study that this process has locked."""
+    from optuna.trial import TrialState
+
     _same_study(config, space, settings)
     study, ends = open_study(settings.folder), Counter[str]()
     for trial in _trials(study, config, settings):
@@ -230,13 +254,12 @@ def tune(config: RunConfig, space: Space, settings: Settings, log: Callable[[str
         trial.set_user_attr(SECONDS, earlier + time.monotonic() - began)
         if outcome.pruned:
             study.tell(trial, state=TrialState.PRUNED)
-        else:
+        else:  # the sampler and later prunings leave out failed trials, with what they reported
             failed = outcome.value is None
             study.tell(trial, outcome.value, state=TrialState.FAIL if failed else None)
-        end = f"{outcome.value:.4f}" if outcome.value is not None else outcome.pruned or "failed"
         if outcome.value is None:
-            ends[end] += 1
-        log(f"trial {trial.number}: {end}  {text}")
+            ends[outcome.text] += 1
+        log(f"trial {trial.number}: {outcome.text}  {text}")
     done = study.get_trials(states=[TrialState.COMPLETE])
     if not done:
         counts = ", ".join(f"{count} {end}" for end, count in ends.most_common()) or "no new one was started"
@@ -248,9 +271,12 @@ def tune(config: RunConfig, space: Space, settings: Settings, log: Callable[[str
 def is_worse_half(study: Study, number: int, place: int) -> bool:
     """Return whether a trial is in the worse half of itself and earlier trials at a report (successive halving).
 
-    Reports are 1 and 2 (`Judge`). Depends on reported values only, so a resumed study decides the same.
+    Reports are 1 and 2 (`Judge`). Failed and invalid trials are left out. Depends on the study only, so a resumed one
+    decides the same.
     """
-    trials = study.get_trials(deepcopy=False)[: number + 1]
+    from optuna.trial import TrialState
+
+    trials = [trial for trial in study.get_trials(deepcopy=False)[: number + 1] if trial.state != TrialState.FAIL]
     values = [float(trial.intermediate_values[place]) for trial in trials if place in trial.intermediate_values]
     return values[-1] < sorted(values)[-max(1, len(values) // 2)]
 
@@ -320,7 +346,10 @@ def run_trial(
     before it could be stopped: else later trials would depend on the machine's speed."""
     folder, judged = settings.folder / "runs" / name, set[int]()
     pruned = "" if _finished(folder) else _process(steps, values, folder, settings, judge, judged)
-    if pruned := pruned or why_pruned(steps, folder, settings, judge, judged):
+    pruned = pruned or why_pruned(steps, folder, settings, judge, judged)
+    if invalid := why_invalid(folder):
+        return TrialOutcome(None, invalid=invalid)
+    if pruned:
         return TrialOutcome(None, pruned=pruned)
     if not _finished(folder):
         return TrialOutcome(None)
@@ -351,8 +380,8 @@ def _finished(folder: Path) -> bool:
 def _process(
     steps: int, values: Mapping[str, Any], folder: Path, settings: Settings, judge: Judge | None, judged: set[int]
 ) -> str:
-    """Run a trial in a child process that dies with this one. Returns why it was stopped (`why_pruned`); "" if it was
-    not.
+    """Run a trial in a child process that dies with this one, and stop it if it is invalid or pruned. Returns why it
+    was pruned; "" if it was not.
 
     Raises:
         ConfigError: another process is writing it.
@@ -368,17 +397,22 @@ def _process(
         process = subprocess.Popen(
             [*command, *resumed], stdout=output, stderr=output, preexec_fn=together, env=without_launcher()
         )
-        stopped = ""
+        pruned, stopped = "", False
         try:
             while process.poll() is None:
                 time.sleep(POLL_S)
-                if not stopped and (stopped := why_pruned(steps, folder, settings, judge, judged)):
+                if stopped:
+                    continue
+                # A final has no judge: it is not stopped, since its other seeds run to the end too.
+                invalid = judge is not None and why_invalid(folder)
+                pruned = "" if invalid else why_pruned(steps, folder, settings, judge, judged)
+                if stopped := bool(invalid or pruned):
                     process.send_signal(signal.SIGTERM)
         except BaseException:
             process.terminate()
             process.wait()
             raise
-    return stopped
+    return pruned
 
 
 def wait_until_free(folder: Path) -> None:
@@ -395,8 +429,14 @@ def wait_until_free(folder: Path) -> None:
         time.sleep(POLL_S)
 
 
+def why_invalid(folder: Path) -> str:
+    """Return the error that the doctor found in a run, with which its metric means nothing; "" if there is none."""
+    errors = [finding.id for finding in read_findings(folder / "findings.jsonl") if finding.severity == "error"]
+    return f"ended by the doctor ({errors[0]})" if errors else ""
+
+
 def why_pruned(last: int, folder: Path, settings: Settings, judge: Judge | None, judged: set[int]) -> str:
-    """Return why a running trial is to be ended: the doctor reports an error, or `judge` prunes it at a rung; else "".
+    """Return why a running trial is to be ended, because `judge` prunes it at a rung; else "".
 
     Args:
         last: number of steps of the trial.
@@ -409,8 +449,6 @@ def why_pruned(last: int, folder: Path, settings: Settings, judge: Judge | None,
     if judge is None or not (folder / "metrics.jsonl").exists():
         return ""
     run = load_run(folder)
-    if errors := [finding.id for finding in run.findings if finding.severity == "error"]:
-        return f"pruned by the doctor ({errors[0]})"
     steps, values = _points(run, settings.metric)
     each_step = not settings.metric.removeprefix("-").startswith(EVALUATED)
     if not len(steps) and each_step and len(run.metrics.steps) >= ROWS_TO_SEE:
@@ -433,19 +471,19 @@ def _finals(
     contenders: dict[str, dict[str, Any]] = {"as_it_is": {}, **values}
     finals: dict[str, list[float | None]] = {}
     for name, changes in contenders.items():
-        finals[name] = [
-            run_trial(config.train.steps, {**changes, "seed": seed}, f"final_{name}_seed_{seed}", settings).value
+        ends = [
+            run_trial(config.train.steps, {**changes, "seed": seed}, f"final_{name}_seed_{seed}", settings)
             for seed in seeds
         ]
-        text = ", ".join("failed" if value is None else f"{value:.4f}" for value in finals[name])
-        log(f"final {name}: {text}")
+        finals[name] = [end.value for end in ends]
+        log(f"final {name}: {', '.join(end.text for end in ends)}")
     # The winner has the highest mean; it is better only if the interval of the paired differences excludes 0.
     complete = {name: scores for name, scores in finals.items() if None not in scores and name != "as_it_is"}
     winner = max(complete, key=lambda name: statistics.fmean(v or 0.0 for v in complete[name]), default=None)
     result: dict[str, Any] = {"seeds": seeds, "finals": finals, "metric": settings.metric, "winner": winner}
     base = finals["as_it_is"]
     if winner is None or None in base:
-        result |= {"better": False, "note": "not all runs of the finals finished"}
+        result |= {"better": False, "note": "not all runs of the finals finished without an error of the doctor"}
     else:
         gains = [(a or 0.0) - (b or 0.0) for a, b in zip(complete[winner], base, strict=True)]
         gain, half = statistics.fmean(gains), half_width(gains)

@@ -8,16 +8,23 @@ import contextlib
 import errno
 import hashlib
 import json
+import os
+import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from atomrl.common.errors import reraise_as
 from atomrl.common.files import flush_to_disk, new_folder, sha256
 from atomrl.config import ConfigError, RunConfig, load_config
 from atomrl.tracking.reading.lines import flat_tree
 
 MANIFEST = "MANIFEST.json"
+FORMAT = 1
+"""Version of a checkpoint's layout, in its manifest. Raise it when an earlier version of the package could not continue
+from what this one writes. A manifest without a version is of version 0, which has the same files as 1."""
+STEP = re.compile(r"step_([0-9]{1,15})")
 
 
 def step_folder(step: int) -> str:
@@ -26,8 +33,13 @@ def step_folder(step: int) -> str:
 
 
 def step_folders(root: Path) -> list[tuple[int, Path]]:
-    """Return (step, path) of all step folders in `root`, oldest first."""
-    return sorted((int(path.name.removeprefix("step_")), path) for path in root.glob("step_*[0-9]"))
+    """Return (step, path) of all step folders in `root`, oldest first; none if `root` does not exist.
+
+    Raises:
+        OSError: `root` cannot be read.
+    """
+    paths = root.iterdir() if root.exists() else ()
+    return sorted((int(match[1]), path) for path in paths if (match := STEP.fullmatch(path.name)))
 
 
 @contextlib.contextmanager
@@ -36,7 +48,7 @@ def writing_checkpoint(root: Path, step: int) -> Iterator[Path]:
     error; older checkpoints are not touched.
 
     Raises:
-        OSError: the disk is full; the message names the folder and what to do.
+        OSError: the disk is full; the message names the folder and what to do. Or a file was not written in full.
 
     Example:
         >>> import tempfile
@@ -49,11 +61,21 @@ def writing_checkpoint(root: Path, step: int) -> Iterator[Path]:
     with disk_full_named(root, f"the checkpoint of step {step} was not written; earlier checkpoints are intact"):
         with new_folder(root / step_folder(step)) as folder:
             yield folder
+            for path in sorted(folder.rglob("*.safetensors")):
+                _check_complete(path)
             manifest = manifest_text(_digests(folder))
             (folder / MANIFEST).write_text(manifest, encoding="utf-8")
             for path in [*sorted(folder.rglob("*")), folder]:  # files, and folders for the names in them
                 flush_to_disk(path)
         flush_to_disk(root)
+
+
+def _check_complete(path: Path) -> None:
+    """Raise OSError if a safetensors file is shorter than its header says."""
+    from safetensors import SafetensorError, safe_open
+
+    with reraise_as(OSError, f"{path} was not written in full", SafetensorError), safe_open(path, "numpy"):
+        pass  # opening it compares the header with the size
 
 
 def keep_checkpoints(root: Path, newest: int, also: Collection[int | None] = ()) -> None:
@@ -67,10 +89,9 @@ def keep_checkpoints(root: Path, newest: int, also: Collection[int | None] = ())
 
 
 def set_damaged_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint to `step_NNNNNN.damaged`, which is ignored from then on."""
-    aside = folder.with_name(f"{folder.name}.damaged")
-    shutil.rmtree(aside, ignore_errors=True)
-    return folder.rename(aside)
+    """Rename a damaged checkpoint to `step_NNNNNN.damaged` (`.damaged-2`, ...), which is ignored from then on."""
+    names = (f"{folder.name}.damaged{end}" for end in ("", *(f"-{count}" for count in range(2, 1000))))
+    return folder.rename(next(aside for name in names if not (aside := folder.with_name(name)).exists()))
 
 
 def clear_leftovers(root: Path) -> None:
@@ -80,18 +101,29 @@ def clear_leftovers(root: Path) -> None:
 
 
 def checkpoint_fault(folder: Path) -> str | None:
-    """Return the defect of a checkpoint (a missing file, or one with another content), or None if it is intact."""
+    """Return the defect of a checkpoint (a missing file, or one with another content), or None if it is intact.
+
+    Raises:
+        ConfigError: a newer version of the package wrote it.
+        OSError: a file cannot be read (an I/O error, a missing permission), so its content is unknown.
+    """
     try:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
-        manifest: dict[str, str] = json.loads(text)["sha256"]
+        tree = json.loads(text)
+        version, manifest = tree.get("format", 0), dict[str, str](tree["sha256"])
+        if type(version) is int and version > FORMAT and text == manifest_text(manifest, version):
+            raise ConfigError(
+                f"{folder} is a checkpoint of format {version}, of a newer version of AtomRL; this version reads up to "
+                f"{FORMAT}. Update AtomRL to continue the run"
+            )
         digests = _digests(folder)
-        if text != manifest_text(manifest):
+        if text != manifest_text(manifest, version):
             return f"{MANIFEST} has changed since it was written"
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return f"{MANIFEST} is missing"
-    except OSError as error:
-        return f"{error.filename or 'a file'} cannot be read ({error.strerror})"
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except ConfigError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"
     for name, digest in manifest.items():
         if digests.get(name) != digest:
@@ -114,15 +146,20 @@ def disk_full_named(folder: Path, what: str) -> Iterator[None]:
         ) from error
 
 
-def manifest_text(digests: dict[str, str]) -> str:
-    """Return the content of a manifest: the SHA-256 of each file, by relative path."""
-    return json.dumps({"sha256": digests}, indent=1) + "\n"
+def manifest_text(digests: dict[str, str], version: int = FORMAT) -> str:
+    """Return the content of a manifest: the format's version, and the SHA-256 of each file, by relative path."""
+    return json.dumps({**({"format": version} if version else {}), "sha256": digests}, indent=1) + "\n"
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file, by relative path."""
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST]
-    return {str(path.relative_to(folder)): sha256(path) for path in paths}
+    """Return the SHA-256 of every file, by relative path. OSError if one, or a subfolder, cannot be read."""
+    paths = sorted(Path(parent, name) for parent, _, names in os.walk(folder, onerror=_raise) for name in names)
+    files = [path for path in paths if path.is_file() and path.name != MANIFEST]
+    return {str(path.relative_to(folder)): sha256(path) for path in files}
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 # --------------------------------------------------------------------------------------------------------------------

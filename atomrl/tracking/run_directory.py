@@ -46,7 +46,7 @@ from atomrl.config import CheckpointConfig, ConfigError, RunConfig, dump_config,
 from atomrl.tracking import checkpoints
 from atomrl.tracking.checkpoints import config_changes, disk_full_named, step_folder, step_folders, stopping_changes
 from atomrl.tracking.doctor.rules import EVALUATED, Finding, is_evaluation
-from atomrl.tracking.reading.lines import LOCK, Locked, acquire_lock, read_metrics, release_lock
+from atomrl.tracking.reading.lines import LOCK, Locked, acquire_lock, read_metrics, release_lock, same_folder
 from atomrl.tracking.reading.rollouts import TOKENS
 from atomrl.tracking.reading.run import FAILURE, FUNCTIONS, LOG
 from atomrl.types import Trajectory
@@ -251,6 +251,7 @@ class RunDirectory:
         self.settings = settings
         self.first_step = 1
         self.log_file = RunLog(path / LOG)
+        self._lock: tuple[int, int] | None = None
 
     @classmethod
     def create(
@@ -262,8 +263,8 @@ class RunDirectory:
     ) -> Self:
         """Open `output_dir/run_name`: a new folder, or with `resume` an existing one.
 
-        Resuming removes metrics and rollouts after the newest complete checkpoint (all of them if there is none), and
-        prints the changes of the config. The folder is locked until the context or the process ends.
+        Resuming removes metrics and rollouts after the newest intact checkpoint (all of them if none was written yet),
+        and prints the changes of the config. The folder is locked until the context or the process ends.
 
         Args:
             allow_changes: resume despite changes outside of `checkpoints.HARMLESS`.
@@ -271,7 +272,8 @@ class RunDirectory:
 
         Raises:
             ConfigError: the run exists and `resume` is not set, or the other way round; another process writes it;
-                config or identity differ; or the config contains a secret of the environment.
+                config or identity differ; no checkpoint is intact, one cannot be read, or it is of a newer version;
+                or the config contains a secret of the environment. Nothing is changed then.
         """
         refuse_secrets(dump_config(config))
         register_secrets(config.secrets)
@@ -286,7 +288,7 @@ class RunDirectory:
             )
         try:
             run.path.mkdir(parents=True, exist_ok=True)
-            acquire_lock(run.path)
+            run._lock = acquire_lock(run.path)
         except Locked as other:
             raise ConfigError(
                 f"another process ({other}) is writing the run {run.path}: wait for it, stop it, or use another "
@@ -317,8 +319,9 @@ class RunDirectory:
         try:
             if error is not None:
                 failure = describe_failure(error)
-                self.log_file.note(f"ended by an error\n{failure['traceback']}")
-                write_json_durably(self.path / FAILURE, failure)
+                if self._is_here():  # else the error would be written to a folder that is not the run's
+                    self.log_file.note(f"ended by an error\n{failure['traceback']}")
+                    write_json_durably(self.path / FAILURE, failure)
         finally:
             release_lock(self.path)
 
@@ -331,7 +334,6 @@ class RunDirectory:
         Returns:
             The environment of the start, with that of each attempt in `resumed`.
         """
-        checkpoints.clear_leftovers(self.path / "checkpoints")
         newest, stored = self.latest_checkpoint(), self.path / "env.json"
         environment = json.loads(stored.read_text(encoding="utf-8")) if stored.is_file() else {}
         attempts = environment.get("resumed", [])
@@ -343,7 +345,7 @@ class RunDirectory:
             if before["identity"].get(name, value) != value
         ]
         stopping = [*stopping_changes(changes, config), *others]
-        if newest and stopping and not allow_changes:  # without a checkpoint the run starts anew and may differ
+        if stopping and not allow_changes:
             raise ConfigError(
                 f"cannot resume {self.path}, because these differ:\n  "
                 + "\n  ".join(stopping)
@@ -358,6 +360,7 @@ class RunDirectory:
         for line in lines:
             print(f"resume: {line}", file=sys.stderr)
             self.log_file.note(f"resume: {line}")
+        checkpoints.clear_leftovers(self.path / "checkpoints")
         self._cut_after(done, finished=done >= config.train.steps)
         attempt = {"first_step": self.first_step, "config_changes": [*changes, *others], **now}
         return environment | {"resumed": [*attempts, attempt]}
@@ -380,6 +383,7 @@ class RunDirectory:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
         """Append a row to `metrics.jsonl` and return it. NaN and infinities become null."""
+        self.check_here()
         row = {"step": step} | {name: _or_null(value) for name, value in metrics.items()}
         path = self.path / "metrics.jsonl"
         with disk_full_named(self.path, f"the metrics of step {step} were not written"), path.open("a") as file:
@@ -405,12 +409,29 @@ class RunDirectory:
         """Write `rollouts/step_NNNNNN/tokens.safetensors`; replaces an existing file."""
         from safetensors.torch import save
 
+        self.check_here()
         path = self.path / "rollouts" / step_folder(step) / TOKENS
         metadata = {"step": str(step), "state": json.dumps(dict(state))}
         with disk_full_named(path.parent, f"{path.name} was not written"):
             write_bytes(path, save(dict(tensors), metadata))
 
+    def check_here(self) -> None:
+        """Check that the run's path still names its folder.
+
+        Raises:
+            FileNotFoundError: the folder was renamed, deleted or replaced while the run was training.
+        """
+        if not self._is_here():
+            raise FileNotFoundError(
+                f"{self.path} is not the folder of this run anymore: it was renamed, deleted or replaced while the run "
+                "was training. Nothing more is written. If it was renamed, rename it back and continue with --resume"
+            )
+
+    def _is_here(self) -> bool:
+        return self._lock is None or same_folder(self.path, self._lock)
+
     def _write_rows(self, rows: Iterable[Mapping[str, Any]], path: Path) -> None:
+        self.check_here()
         with disk_full_named(path.parent, f"{path.name} was not written"):
             write_jsonl(rows, path, lenient=True)
 
@@ -425,8 +446,10 @@ class RunDirectory:
         Then updates the links `model` and `best`, and removes checkpoints beyond `checkpoint.keep` and `keep_best`.
         """
         root, metrics = self.path / "checkpoints", self.path / "metrics.jsonl"
+        self.check_here()
         with checkpoints.writing_checkpoint(root, step) as folder:
             yield folder
+            self.check_here()
             if metrics.exists():  # resuming from this checkpoint needs the rows up to its step
                 flush_to_disk(metrics)
         shutil.rmtree(root / f"{step_folder(step)}.damaged", ignore_errors=True)
@@ -455,12 +478,32 @@ class RunDirectory:
         return max(candidates, key=lambda step: (sign * value[step], step), default=None)
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:
-        """Return step and folder of the newest intact checkpoint, or None; damaged ones are reported on stderr."""
-        for step, folder in reversed(step_folders(self.path / "checkpoints")):
-            fault = checkpoints.checkpoint_fault(folder)
-            if fault is None:
-                return step, folder
-            print(f"skipping corrupted checkpoint {folder}: {fault}", file=sys.stderr)
+        """Return step and folder of the newest intact checkpoint, or None if none was written yet; damaged ones are
+        reported on stderr.
+
+        Raises:
+            ConfigError: checkpoints were written, and none of them is intact; one cannot be read; or a newer version
+                of the package wrote it.
+        """
+        root = self.path / "checkpoints"
+        try:
+            for step, folder in reversed(step_folders(root)):
+                fault = checkpoints.checkpoint_fault(folder)
+                if fault is None:
+                    return step, folder
+                print(f"skipping corrupted checkpoint {folder}: {fault}", file=sys.stderr)
+            written = root.is_dir() and any(path.name.startswith("step_") for path in root.iterdir())
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename or root} cannot be read ({error.strerror}), so that the checkpoints of {self.path} "
+                "cannot be checked. Nothing was changed: mend the access or the disk, and try again. If it stays "
+                "unreadable, move the checkpoint's folder away, to continue from an earlier one"
+            ) from error
+        if written or any((self.path / link).is_symlink() for link in ("model", "best")):
+            raise ConfigError(
+                f"no checkpoint of {self.path} is intact, so there is nothing to continue from. Nothing was changed: "
+                "put the missing or damaged files back, or start another run with run_name=NEW_NAME"
+            )
         return None
 
     def _link(self, name: str, checkpoint: Path) -> None:
@@ -472,6 +515,7 @@ class RunDirectory:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`, and `curves.png` if matplotlib is installed."""
+        self.check_here()
         write_json_durably(self.path / "summary.json", dict(summary))
         self.log_file.note(f"summary: {json.dumps(dict(summary), default=str)}")
         from atomrl.tracking.reading.comparison import draw_curves

@@ -18,7 +18,7 @@ from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.common.files import model_identity
 from atomrl.common.processes import HangWatch, launched, phase, unmet_request
 from atomrl.common.threads import adaptive_threads
-from atomrl.config import RunConfig
+from atomrl.config import ConfigError, RunConfig
 from atomrl.data.files import pinned
 from atomrl.data.problems import DataProcessor, PromptStream
 from atomrl.models.loading import resolve_folder
@@ -196,7 +196,7 @@ class PreparedRun(ABC):
             stored = json.loads((newest / STATE).read_text(encoding="utf-8")) if newest else {}
             if newest and config.backend is not None:
                 check_shards(newest)  # before ranks are started and models are loaded
-            self.progress = progress = Progress(**stored)
+            self.progress = progress = read_progress(stored, newest)
             earlier_s = progress.wall_s
 
             self.start = starting_model(config, self.tokenizer, directory)
@@ -255,6 +255,21 @@ class PreparedRun(ABC):
                 progress.step, why_no_update(read_metrics(directory.path / "metrics.jsonl")), summary["model"],
             )  # fmt: skip
         return summary
+
+
+def read_progress(stored: Mapping[str, Any], folder: Path | None) -> Progress:
+    """Return the progress stored in a checkpoint. A field that an older version did not write has its default.
+
+    Raises:
+        ConfigError: it has a field that this version does not know.
+    """
+    try:
+        return Progress(**stored)
+    except TypeError as error:
+        raise ConfigError(
+            f"{folder}/{STATE} is of another version of AtomRL, which this one does not know ({error}). Update AtomRL "
+            "to continue the run"
+        ) from None
 
 
 def ranks_line(config: RunConfig) -> str:

@@ -208,7 +208,7 @@ def test_rows_that_a_template_cannot_show_can_be_left_out(tmp_path, caplog):
         report = load_problems(config, convert=demonstration_reader("prompt", "completion"))
         return TokenizedSamples(report, DataProcessor(family_tokenizer("qwen3"), config), "demonstrations")
 
-    with pytest.raises(DataError, match=r"(?s)2 rows.*d\.jsonl:2: message 2.*d\.jsonl:4: message 2"):
+    with pytest.raises(DataError, match=r"(?s)2 rows.*d\.jsonl:2: message 2.*1 more, such as d\.jsonl:4"):
         read()
     assert [sample.problem_id for sample in read(on_bad_row="skip").problems] == ["d.jsonl:1", "d.jsonl:3"]
     assert "2 of 4 demonstrations have problems (the first: d.jsonl:2: message 2" in caplog.text
@@ -222,12 +222,12 @@ def test_a_thought_in_the_prompt_need_not_be_shown(rows):
 
 
 def test_ignored_keys_are_warned_of_once(rows, caplog):
-    messages = [user("hi") | {"weight": 1}, says("A<|im_end|>\n"), user("more"), says("B", weight=0)]
+    messages = [user("hi") | {"mood": 1}, says("A<|im_end|>\n"), user("more"), says("B", mood=0)]
     [(_, own)] = rows({"messages": messages}, family_tokenizer("chatml"))
     assert own == "A<|im_end|>B<|im_end|>"
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert sorted(warned) == [
-        "d.jsonl:1: messages have the key 'weight', which the chat template ignores",
+        "d.jsonl:1: messages have the key 'mood', which the chat template ignores",
         "d.jsonl:1: the content of message 2 ends in '<|im_end|>', which is appended anyway; it is kept once",
     ]
 

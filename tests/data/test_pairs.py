@@ -35,18 +35,18 @@ def load(tmp_path, *rows, fields=None, **config):
 @pytest.mark.parametrize(
     ("row", "prompt", "scored"),
     [
-        ({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, "2+2=", (("4", 1.0), ("5", 0.0))),
+        ({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, "2+2=", (("4", 0.0), ("5", 0.0))),
         ({"prompt": "2+2=", "chosen": "4", "rejected": "5", "margin": 3}, "2+2=", (("4", 3.0), ("5", 0.0))),
-        ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, (USER,), (((GOOD,), 1.0), ((BAD,), 0.0))),
-        ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, (USER,), (((GOOD,), 1.0), ((BAD,), 0.0))),
+        ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, (USER,), (((GOOD,), 0.0), ((BAD,), 0.0))),
+        ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, (USER,), (((GOOD,), 0.0), ((BAD,), 0.0))),
         (
             {"chosen": [USER, BAD, USER, GOOD], "rejected": [USER, BAD, USER, BAD]},
             (USER, BAD, USER),
-            (((GOOD,), 1.0), ((BAD,), 0.0)),
+            (((GOOD,), 0.0), ((BAD,), 0.0)),
         ),
-        ({"chosen": HH + " I say 4", "rejected": HH + " I say 5"}, HH, ((" I say 4", 1.0), (" I say 5", 0.0))),
-        ({"chosen": "sum: 2+2 is 42", "rejected": "sum: 2+2 is 40"}, "sum: 2+2 is", ((" 42", 1.0), (" 40", 0.0))),
-        ({"chosen": "so it is", "rejected": "so it is not"}, "so it", ((" is", 1.0), (" is not", 0.0))),
+        ({"chosen": HH + " I say 4", "rejected": HH + " I say 5"}, HH, ((" I say 4", 0.0), (" I say 5", 0.0))),
+        ({"chosen": "sum: 2+2 is 42", "rejected": "sum: 2+2 is 40"}, "sum: 2+2 is", ((" 42", 0.0), (" 40", 0.0))),
+        ({"chosen": "so it is", "rejected": "so it is not"}, "so it", ((" is", 0.0), (" is not", 0.0))),
         (  # HuggingFaceH4/ultrafeedback_binarized
             {
                 "prompt": "2+2=",
@@ -106,9 +106,10 @@ def test_layouts(tmp_path, row, prompt, scored):
         ),
         ({"prompt": "3+3=", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "not among the messages"),
         ({"chosen": [USER, {"role": "assistant"}], "rejected": [USER, BAD]}, "'chosen': message 2: 'content'"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 0}, "'margin' is 0"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": -1}, "'margin' is -1"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "1"}, "'margin' must be a number"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "score_chosen": 1, "score_rejected": 1}, "higher score"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "score_chosen": 1, "score_rejected": 2}, "lower score"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "score_chosen": 1}, "'score_rejected' is missing"),
         ({"prompt": "a", "completion": "b"}, "'label' is missing .*preference.label_field names the column"),
         ({"prompt": "a", "completion": "b", "label": 1}, "'label' must be true or false, not 1"),
         ({"prompt": "a", "completion": "b"}, "'label' is missing"),
@@ -136,7 +137,7 @@ def test_columns_can_have_other_names(tmp_path):
     row = {"question": "a", "yes": "b", "no": "c"}
     fields = {"chosen_field": "yes", "rejected_field": "no"}
     (sample,) = load(tmp_path, row, fields=fields, prompt_field="question").problems
-    assert sample.prompt == "a" and sample.columns["completions"] == (("b", 1.0), ("c", 0.0))
+    assert sample.prompt == "a" and sample.columns["completions"] == (("b", 0.0), ("c", 0.0))
 
 
 def test_parquet(tmp_path):
@@ -160,7 +161,7 @@ def test_pairs_of_a_task():
     data, [sample, *_] = TokenizedSamples(report, processor, "preferences"), report.problems
     scored = data.completions("1", sample)
     assert scored == data.completions("1", sample) != data.completions("2", sample)
-    assert [score for _, score in scored] == [1.0, 0.0]
+    assert [score for _, score in scored] == [0.0, 0.0]
     with pytest.raises(DataError, match=r"'countdown'.*chain"):
         load_preferences(DataConfig(train="countdown", train_size=5))
 

@@ -171,7 +171,7 @@ def test_a_bad_row_is_named_with_file_and_line(tmp_path, line, reason):
 
 
 def test_all_problems_are_listed_up_to_twenty(tmp_path):
-    path = write(tmp_path, *[GOOD, b"{}"] * 25)
+    path = write(tmp_path, *[line for n in range(25) for line in (GOOD, b'{"a%d": 1}' % n)])
     with pytest.raises(DataError) as caught:
         load_problems(DataConfig(train=path))
     lines = str(caught.value).split("\n")

@@ -58,7 +58,28 @@ def said(pool, key, text=None, limit_s=120.0):
     raise AssertionError("no answer")
 
 
+def slow_headers(handler, body):
+    """A byte of a header now and then."""
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
+    while True:
+        handler.wfile.write(b"a")
+        handler.wfile.flush()
+        time.sleep(0.05)
+
+
+def slow_error(handler, body):
+    """An error whose body comes a byte now and then."""
+    handler.send_response(404)
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    while True:
+        handler.wfile.write(b"n")
+        handler.wfile.flush()
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize("deed", [
+    slow_headers, slow_error,
     drop, half, drip, slow(5, documents), send(b"", 500), send(b"<html>Bad gateway", 502), send(b"", 503),
     send(b"", 504), send(b"", 429, Retry_After="1"),
     send(b"<html>Down for maintenance"), send(b"\xff\x00garbage"), send(b""),
@@ -115,6 +136,7 @@ def test_a_service_that_comes_back():
     (answer({"result": [[{"contents": None}]]}), "not a list of documents"), (answer(5), "not a list of documents"),
     (send(b"no such route", 404), "HTTP 404: no such route"), (send(b"who?", 401), "HTTP 401: who"),
     (send(b"bad", 422), "HTTP 422: bad"),
+    (send(b"", 302, Location="http://127.0.0.1:9/retrieve"), "redirects to another host: http://127.0.0.1:9"),
 ])  # fmt: skip
 def test_a_service_with_invalid_replies_ends_the_run_at_once(retriever, deed, words):
     retriever.usual = deed

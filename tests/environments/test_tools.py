@@ -536,6 +536,16 @@ def test_an_mcp_server_that_never_comes_up_leaves_no_process(tmp_path, caplog):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found by /proc")
+def test_an_mcp_server_that_is_silent_has_ended_when_the_check_of_a_config_has(tmp_path):
+    pytest.importorskip("mcp", reason="needs the extra mcp")
+    name = f"silent-{tmp_path}"
+    tool = ToolConfig(mcp=[sys.executable, "-c", SILENT, name], timeout_s=0.5).model_dump(mode="json")
+    with pytest.raises(TimeoutError, match=r"the MCP server .*no answer within 0\.5 s"):
+        find_schemas([tool])
+    assert not running_with(name)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found by /proc")
 def test_a_call_that_an_mcp_server_does_not_answer_leaves_others_theirs(mcp_file):
     """They keep the connection that new calls do not get."""
     with closing(server_of(mcp=[sys.executable, mcp_file], timeout_s=30.0)) as server, ThreadPoolExecutor(3) as pool:

@@ -70,7 +70,7 @@ def test_every_file_of_a_checkpoint_is_guarded(trained, tmp_path, capsys):
                 and "step_000004" in said
                 and (name in said or name == "MANIFEST.json")
             ), (name, how, said)
-            assert ("missing" in said) == (how == "deleted"), (name, how, said)
+            assert name == "MANIFEST.json" or ("missing" in said) == (how == "deleted"), (name, how, said)
             path.write_bytes(content)
     assert run.latest_checkpoint() == (4, newest)
 
@@ -85,12 +85,111 @@ def test_every_seventh_byte_of_the_manifest_counts(trained, tmp_path):
             assert checkpoint_fault(folder), (at, content[at : at + 1])
 
 
-def test_a_file_that_cannot_be_read_is_a_fault(trained, tmp_path, monkeypatch):
-    def broken(path):
-        raise OSError(errno.EIO, "Input/output error")
+def all_files(folder):
+    return {
+        str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock"
+    }
 
-    monkeypatch.setattr(checkpoints, "sha256", broken)
-    assert "cannot be read (Input/output error)" in checkpoint_fault(trained / "run" / "checkpoints" / "step_000004")
+
+def no_manifests(run):
+    for path in run.glob("checkpoints/step_*/MANIFEST.json"):
+        path.unlink()
+
+
+def truncated(run):
+    for path in run.glob("checkpoints/step_*/model.safetensors"):
+        damage(path, "truncated")
+
+
+def set_aside(run):
+    for path in list(run.glob("checkpoints/step_*")):
+        path.rename(path.with_name(f"{path.name}.damaged"))
+
+
+def no_folder(run):
+    shutil.rmtree(run / "checkpoints")
+
+
+def newer_format(run):
+    path = run / "checkpoints" / "step_000004" / "MANIFEST.json"
+    path.write_text(checkpoints.manifest_text(json.loads(path.read_text())["sha256"], 99))
+
+
+def unreadable(run):
+    def broken(path):
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    return broken
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (no_manifests, "no checkpoint of"),
+        (truncated, "no checkpoint of"),
+        (set_aside, "no checkpoint of"),
+        (no_folder, "no checkpoint of"),
+        (newer_format, "is a checkpoint of format 99"),
+        (unreadable, "cannot be read (Input/output error)"),
+    ],
+)
+def test_a_resume_that_finds_nothing_to_continue_from_changes_nothing(
+    trained, tmp_path, monkeypatch, capsys, fault, message
+):
+    run = tmp_path / "run"
+    shutil.copytree(trained / "run", run, symlinks=True)
+    if (broken := fault(run)) is not None:
+        monkeypatch.setattr(checkpoints, "sha256", broken)
+    before = all_files(run)
+    command = ["train", str(trained / "c.yaml"), f"output_dir={tmp_path}", *SHORT, "train.steps=4", "--resume"]
+    assert main(command) == 2
+    assert message in capsys.readouterr().err
+    assert all_files(run) == before
+
+
+def test_a_checkpoint_of_the_first_format_is_read(trained, tmp_path):
+    shutil.copytree(trained / "run", tmp_path / "run", symlinks=True)
+    path = tmp_path / "run" / "checkpoints" / "step_000004" / "MANIFEST.json"
+    path.write_text(json.dumps({"sha256": json.loads(path.read_text())["sha256"]}, indent=1) + "\n")
+    command = ["train", str(trained / "c.yaml"), f"output_dir={tmp_path}", *SHORT, "train.steps=4", "--resume"]
+    assert checkpoint_fault(path.parent) is None and main(command) == 0
+
+
+def test_a_changed_config_is_refused_before_the_first_checkpoint_too(tmp_path):
+    RunDirectory.create(make_config(tmp_path)).log(1, {"a": 1.0})
+    with pytest.raises(ConfigError, match=r"train\.learning_rate: "):
+        RunDirectory.create(make_config(tmp_path, train={"learning_rate": 0.5}), resume=True)
+
+
+@pytest.mark.parametrize("how", ["renamed", "deleted", "replaced"])
+def test_a_run_whose_folder_is_taken_away_stops(trained, tmp_path, capsys, how):
+    run = tmp_path / "run"
+
+    def take_away(step, metrics):
+        if step == 2:
+            if how == "deleted":
+                shutil.rmtree(run)
+            else:
+                run.rename(tmp_path / "other")
+            if how == "replaced":
+                run.mkdir()
+                (run / ".lock").write_text("process 1 on elsewhere\n")
+
+    from atomrl.config import load_config
+    from atomrl.trainer import prepare_run
+
+    config = load_config(trained / "c.yaml", [f"output_dir={tmp_path}", *SHORT, "train.steps=4"])
+    with pytest.raises(FileNotFoundError, match="renamed, deleted or replaced"):
+        prepare_run(config).execute(callbacks=[take_away])
+    left = {path.name for path in run.iterdir()} if run.exists() else set()
+    assert left == ({".lock"} if how == "replaced" else set())
+    if how != "deleted":
+        assert [row["step"] for row in read_metrics(tmp_path / "other" / "metrics.jsonl")] == [1]
+        (tmp_path / "other").rename(tmp_path / "back")
+        shutil.rmtree(run, ignore_errors=True)
+        (tmp_path / "back").rename(run)
+        command = ["train", str(trained / "c.yaml"), f"output_dir={tmp_path}", *SHORT, "train.steps=4", "--resume"]
+        assert main(command) == 0
 
 
 def test_training_goes_on_from_the_one_before_and_the_damaged_one_is_kept_aside(trained, tmp_path, capsys):

@@ -6,11 +6,14 @@ import pytest
 import yaml
 
 from atomrl.cli.main import main
+from atomrl.tools.ui.compare import combine, run_data
 from atomrl.tracking.reading import load_run
 from atomrl.tracking.reading.comparison import difference, differing_keys, group_names, table
 
 
-def make(folder, name, seed, rate, accuracy, source=None, function="strict_math", data=None):
+def make(
+    folder, name, seed, rate, accuracy, source=None, function="strict_math", data=None, summary='{"finished": true}'
+):
     run = folder / name
     run.mkdir()
     config = {
@@ -20,6 +23,8 @@ def make(folder, name, seed, rate, accuracy, source=None, function="strict_math"
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     rows = [{"step": 1, "critic/score/mean": accuracy}, {"step": 2, "val-core/sums/acc/mean@1": accuracy}]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if summary:
+        (run / "summary.json").write_text(summary)
     if source is not None:
         (run / "functions").mkdir()
         (run / "functions" / "mine.py_f.py").write_text(source)
@@ -43,6 +48,16 @@ def test_it_says_whether_groups_can_be_told_apart(runs, capsys):
     printed = capsys.readouterr().out
     assert "accuracy: (learning_rate=0.2) - (learning_rate=0.1) = +0.0267 [95% -0.0" in printed
     assert "n = 3: not significant; about 5 seeds each needed" in printed
+
+
+@pytest.mark.parametrize("summary", ["", '{"finished": false}'], ids=["killed", "stopped"])
+def test_a_run_that_did_not_finish_is_no_seed(runs, tmp_path, summary):
+    cut = load_run(make(tmp_path, "cut", 9, 0.1, 0.9, summary=summary))
+    lines = "\n".join(table([*runs, cut]))
+    assert "3 seeds: learning_rate=0.1" in lines and "= +0.0267 [95%" in lines
+    assert f"left out of seeds and differences: cut ({cut.state.status}, step 1/2)" in lines
+    found = combine([run_data(run, run.name, run.name) for run in (*runs, cut)])
+    assert found["left_out"] == [6] and found["apart"][0]["difference"]["counts"] == (3, 3)
 
 
 def test_the_interval_is_that_of_welch():

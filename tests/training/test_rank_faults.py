@@ -11,9 +11,10 @@ from contextlib import closing, suppress
 import pytest
 import torch
 
-from atomrl.backends import group
-from atomrl.backends.group import RankFailed
+from atomrl.backends import group, ranks
+from atomrl.backends.group import RankFailed, RankLost
 from atomrl.common.metrics import values
+from atomrl.common.processes import WorkerProcess
 from atomrl.config import ConfigError
 from benchmarks.rank_faults import Outcome, distance, prepare
 from tests.tiny import make_tiny_model
@@ -44,6 +45,20 @@ def fails_soon(ranks, said):
             ranks.train_step(make_batch(), make_algorithm())
     assert time.monotonic() - began < SOON_S
     return [worker.process.pid for worker in ranks.trainer.processes.values()]
+
+
+def test_a_rank_that_stands_still_before_it_has_joined_is_named(folder, monkeypatch):
+    start = WorkerProcess.start
+
+    def frozen(module):
+        worker = start(module)
+        worker.process.send_signal(signal.SIGSTOP)
+        return worker
+
+    monkeypatch.setattr(WorkerProcess, "start", frozen)
+    monkeypatch.setattr(ranks, "START_S", 1.0)
+    with pytest.raises(RankLost, match=r"rank 1 \(pid \d+\) has not started within 1 s"):
+        ranked(folder)
 
 
 FAULTS = {

@@ -1,16 +1,21 @@
 """A checkpoint of several ranks: exact on as many, and the same on fewer and on more."""
 
+import os
 import warnings
 from functools import partial
 
 import pytest
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM
 
 from atomrl.backends.base import LocalBackend
 from atomrl.backends.checkpoints import ShardReader, read_whole
 from atomrl.config import ConfigError, CriticConfig, LoraConfig
+from atomrl.tracking.checkpoints import step_folders, writing_checkpoint
 from tests.training.batches import weights_of
 from tests.training.continuing import alike, go_on, step
 from tests.training.equality import case, make_models, run_ranks, settings_of, with_ranks
@@ -133,6 +138,42 @@ def test_a_checkpoint_is_complete_plain_and_of_its_model(tmp_path, monkeypatch):
             backend.load(tmp_path / "checkpoint")
         with pytest.raises(ConfigError, match="several ranks"):
             backend.load(tmp_path)
+
+
+WRITE_ERRORS = {
+    "shards": CheckpointException("write", {1: (OSError(28, "No space left on device"), None)}),
+    "unnamed": CheckpointException("write", {}),
+    "file": SafetensorError("I/O error: File too large (os error 27)"),
+    "another rank": None,
+}
+
+
+@pytest.mark.parametrize("kind", WRITE_ERRORS)
+def test_a_write_error_of_any_rank_ends_the_save(tmp_path, monkeypatch, kind):
+    def fail(*given, **settings):
+        if WRITE_ERRORS[kind] is not None:
+            raise WRITE_ERRORS[kind]
+
+    with one_rank() as ranks:
+        backend, _ = with_ranks(CASES["transformers"], make_models(tmp_path), ranks)
+        monkeypatch.setattr("atomrl.backends.checkpoints.save", fail)
+        if kind == "another rank":
+            monkeypatch.setattr(ranks, "union", lambda names: [*names, "rank 1: OSError: no space"])
+        with (
+            pytest.raises(OSError, match=r"rank [01]: |the disk is full"),
+            writing_checkpoint(tmp_path / "checkpoints", 1) as folder,
+        ):
+            backend.save(folder)
+            backend.saved()
+    assert not step_folders(tmp_path / "checkpoints")
+
+
+def test_a_truncated_file_is_no_checkpoint(tmp_path):
+    said = pytest.raises(OSError, match=r"part\.safetensors was not written in full")
+    with said, writing_checkpoint(tmp_path, 1) as folder:
+        save_file({"a": torch.zeros(9)}, folder / "part.safetensors")
+        os.truncate(folder / "part.safetensors", 80)
+    assert not step_folders(tmp_path)
 
 
 @pytest.mark.parametrize("name", CASES)

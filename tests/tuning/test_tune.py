@@ -29,6 +29,7 @@ from atomrl.tools.tuning import (
     why_pruned,
     with_values,
 )
+from atomrl.tracking.reading.comparison import load_study
 from atomrl.tracking.reading.lines import is_locked
 
 CONFIG = {
@@ -217,14 +218,53 @@ def test_bad_trials_end_at_half(place, monkeypatch):
     assert pruned and set(lengths) <= {4, 6}
 
 
-def test_trials_in_which_the_doctor_finds_an_error_are_pruned_and_it_is_named(place):
+def test_trials_in_which_the_doctor_finds_an_error_are_invalid_and_it_is_named(place):
     pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
     finding = {"id": "pays_for_length", "severity": "error", "step": 2, "what": "It pays for length.", "advice": ""}
     found = f"(folder / 'findings.jsonl').write_text({json.dumps(finding)!r})"
     said = []
-    with pytest.raises(ConfigError, match=r"finished \(2 pruned by the doctor \(pays_for_length\)\)"):
+    with pytest.raises(ConfigError, match=r"finished \(2 ended by the doctor \(pays_for_length\)\)"):
         tune(load_config(CONFIG), space(place), settings(place, f"rate < 1 and {found}", runs=2), said.append)
-    assert all("pruned by the doctor (pays_for_length)" in line for line in said)
+    assert all("ended by the doctor (pays_for_length)" in line for line in said)
+    assert {state for *_, state in trials(place / "study")} == {"FAIL"}
+
+
+def test_a_hacked_trial_sets_no_bar_and_has_no_value(place):
+    pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
+    from optuna.trial import TrialState
+
+    given = settings(place)
+    given.folder.mkdir()
+    study = open_study(given.folder)
+    hacked, honest = study.ask(), study.ask()
+    hacked.report(0.9, 1)
+    study.tell(hacked, state=TrialState.FAIL)
+    honest.report(0.4, 1)
+    assert not is_worse_half(study, honest.number, 1)
+    (given.folder / "study.yaml").write_text("metric: critic/score/mean\n")
+    assert [row.value for row in load_study(given.folder).trials] == [None, 0.4]
+
+
+def test_a_hacked_final_does_not_count(place):
+    finding = {"id": "pays_for_length", "severity": "error", "step": 4, "what": "It pays for length.", "advice": ""}
+    given = settings(place, f"(folder / 'findings.jsonl').write_text({json.dumps(finding)!r})")
+    given.folder.mkdir()
+    final = run_trial(8, {"train.learning_rate": 0.01}, "final_trial_000_seed_1000", given)
+    assert final.value is None and final.text == "ended by the doctor (pays_for_length)"
+
+
+def test_a_second_process_on_a_study_is_refused(place):
+    pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
+    settings(place, "time.sleep(600)")
+    child = study_of_its_own(place, runs=2)
+    try:
+        until(lambda: (place / "killed/runs/trial_000/metrics.jsonl").exists())
+        with pytest.raises(ConfigError, match=rf"another process \(process {child.pid} on .*\) runs the study"):
+            tune(load_config(CONFIG), space(place), settings(place, out="killed", runs=2, seeds=1), print)
+        assert len(trials(place / "killed")) == 1 and child.poll() is None
+    finally:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
 
 
 def test_a_trial_that_ends_before_it_is_pruned_counts_as_pruned(place):

@@ -195,7 +195,7 @@ def card(run: Run, run_id: str, name: str) -> dict[str, Any]:
         "findings": [{"id": one.id, "severity": one.severity, "step": one.step} for one in run.findings],
         "group": group(settings(run)),
         "problems": len(run.problems),
-        "error": str(run.failure.get("error", "")) or None if state.status == "failed" else None,
+        "error": str(run.failure.get("error", "")) or run.config_fault or None if state.status == "failed" else None,
     }
 
 

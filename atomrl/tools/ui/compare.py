@@ -18,6 +18,7 @@ from atomrl.tracking.reading.comparison import (
     differences,
     final_figures,
     group_names,
+    left_out,
     load_study,
     mean_and_range,
     settings,
@@ -65,16 +66,18 @@ def combine(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     Returns:
         `runs`: the cards; `groups`: indices of the runs that differ in seed only, with `group_names`; `apart`: the
-        differences between groups; `columns`: final figures per run and group; `config`: keys that differ, `partial`:
-        keys that only some configs have; `curves` per metric and run, `bands` (mean and range) per metric and group,
-        null without data; `clocks` per run; `alike`: groups of metrics that are equal in all runs; `constant`: metrics
-        that never change.
+        differences between groups; `left_out`: indices of runs that did not finish, so that they are no seeds;
+        `columns`: final figures per run and group; `config`: keys that differ, `partial`: keys that only some configs
+        have; `curves` per metric and run, `bands` (mean and range) per metric and group, null without data; `clocks`
+        per run; `alike`: groups of metrics that are equal in all runs; `constant`: metrics that never change.
     """
     groups: dict[str, list[int]] = {}
     for place, one in enumerate(parts):
         groups.setdefault(one["card"]["group"], []).append(place)
     # Config keys: with different values, or in some configs only (of other versions).
     members = list(groups.values())
+    unfinished = left_out([one["card"]["status"] for one in parts], members)
+    seeds = [[place for place in group if place not in unfinished] for group in members]
     keys = dict.fromkeys(key for one in parts for key in one["config"] if key not in WHERE)
     differing, partial = {}, {}
     for key in keys:
@@ -101,9 +104,10 @@ def combine(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "runs": [one["card"] for one in parts],
         "groups": members,
         "group_names": names,
-        **_differences(figures, members, names),
+        "left_out": unfinished,
+        **_differences(figures, seeds, names),
         "columns": [
-            {"title": one.title, "values": one.values, "over": [mean_and_range(one, group) for group in members]}
+            {"title": one.title, "values": one.values, "over": [mean_and_range(one, group) for group in seeds]}
             for one in figures
         ],
         "config": differing,

@@ -224,6 +224,7 @@ RULES = (
 # Apply the rules while a run is running, or to its `metrics.jsonl` afterwards.
 
 FIRST_ROWS, LAST_ROWS = 20, 100
+MOST_CHECKS = 5_000
 
 
 class Doctor:
@@ -245,11 +246,12 @@ class Doctor:
         self.findings: list[Finding] = []
         self._rows: list[Row] = []
 
-    def observe(self, row: Row, completions: Sequence[Mapping[str, Any]] = ()) -> list[Finding]:
+    def observe(self, row: Row, completions: Sequence[Mapping[str, Any]] = (), check: bool = True) -> list[Finding]:
         """Add the metrics of a step; rows of evaluations are ignored.
 
         Args:
             completions: completions of the step, as rows of `rollouts/`, for findings to quote.
+            check: apply the rules; False only adds the row.
 
         Returns:
             The new findings.
@@ -259,6 +261,8 @@ class Doctor:
         self._rows.append(row)
         if len(self._rows) > FIRST_ROWS + LAST_ROWS:
             del self._rows[FIRST_ROWS]
+        if not check:
+            return []
         new: list[Finding] = []
         for rule in RULES:
             reported = {finding.id for finding in (*self.findings, *new)}
@@ -281,8 +285,13 @@ class Doctor:
 
 
 def diagnose(rows: Iterable[Row]) -> list[Finding]:
-    """Return all findings of a run, from the rows of its `metrics.jsonl`."""
-    doctor = Doctor()
-    for row in rows:
-        doctor.observe(row)
+    """Return the findings of a run, from the rows of its `metrics.jsonl`.
+
+    The rules are applied `MOST_CHECKS` times at most, at equal distances and at the end: a problem of a few steps in a
+    longer run is found by the run itself, which checks each step (`findings.jsonl`).
+    """
+    doctor, rows = Doctor(), list(rows)
+    every = -(-len(rows) // MOST_CHECKS)
+    for number, row in enumerate(rows, 1):
+        doctor.observe(row, check=number % every == 0 or number == len(rows))
     return doctor.findings

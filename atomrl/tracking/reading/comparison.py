@@ -122,7 +122,9 @@ def _is_mapping_of(value: Any, kind: type | UnionType) -> bool:
 
 def _row(trial: Any) -> TrialRow:
     reported = {int(place): float(value) for place, value in sorted(trial.intermediate_values.items())}
-    value = trial.value if trial.value is not None else next(reversed(reported.values()), None)
+    value = trial.value
+    if value is None and trial.state.name != "FAIL":  # what a failed or invalid one reported is no value
+        value = next(reversed(reported.values()), None)
     return TrialRow(
         number=trial.number, state=trial.state.name.lower(), value=value, reported=reported,
         params={key: _plain(value, trial.distributions[key]) for key, value in trial.params.items()},
@@ -413,27 +415,38 @@ def mean_and_range(column: Column, group: Sequence[int]) -> tuple[float, float, 
     return (sum(values) / len(values), min(values), max(values)) if values else None
 
 
+def left_out(statuses: Sequence[str], groups: Sequence[Sequence[int]]) -> list[int]:
+    """Return the indices of the runs that did not finish, in groups of several: they are no seeds to average over."""
+    return [place for group in groups if len(group) > 1 for place in group if statuses[place] != "finished"]
+
+
 def table(runs: Sequence[Run]) -> list[str]:
-    """Return the table as lines: one per run, mean and range per config with several seeds, differences, settings."""
+    """Return the table as lines: one per run, mean and range per config with several seeds, differences, settings.
+
+    Runs that are under way, stopped or failed are no seeds: they are left out of means and differences, and named.
+    """
     figures, names = columns([final_figures(run) for run in runs]), run_names([run.path for run in runs])
     head = ["run", "state", "step", *(column.title for column in figures), "findings"]
+    states = [run.state for run in runs]
     rows = [
         [
             name,
-            (state := run.state).status,
+            state.status,
             f"{state.step}/{state.steps or '?'}",
             *(_number(column.values[place]) for column in figures),
             ", ".join(dict.fromkeys(finding.id for finding in run.findings)) or "-",
         ]
-        for place, (name, run) in enumerate(zip(names, runs, strict=True))
+        for place, (name, run, state) in enumerate(zip(names, runs, states, strict=True))
     ]
-    groups = by_settings(runs)
-    titles = group_names([settings(runs[group[0]]) for group in groups], [names[group[0]] for group in groups])
+    all_groups = by_settings(runs)
+    titles = group_names([settings(runs[group[0]]) for group in all_groups], [names[group[0]] for group in all_groups])
+    unfinished = left_out([state.status for state in states], all_groups)
+    groups = [[place for place in group if place not in unfinished] for group in all_groups]
     for place, group in enumerate(groups):
         seeds = len({str(runs[place].config.get("seed")) for place in group})
         if seeds > 1:
             many = f"{seeds} seeds" if seeds == len(group) else f"{seeds} seeds, {len(group)} runs"
-            unnamed = titles[place] == names[group[0]]  # no setting differs from the other groups
+            unnamed = titles[place] == names[all_groups[place][0]]  # no setting differs from the other groups
             rows.append(
                 [
                     f"{many}: {titles[place]}{', ...' if unnamed else ''}",
@@ -444,6 +457,11 @@ def table(runs: Sequence[Run]) -> list[str]:
                 ]
             )
     lines = _aligned([head, *rows])
+    if unfinished:
+        each = (
+            f"{names[at]} ({states[at].status}, step {states[at].step}/{states[at].steps or '?'})" for at in unfinished
+        )
+        lines += ["", f"not finished, so left out of seeds and differences: {', '.join(each)}"]
     if gaps := _difference_lines(figures, groups, titles):
         lines += ["", *gaps]
     keys = differing_keys(runs)

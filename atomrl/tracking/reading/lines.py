@@ -195,7 +195,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             rows.append(json.loads(line))
-        except ValueError:
+        except (ValueError, RecursionError):
             if number < len(lines):
                 raise ReadError(f"{path}:{number} is not valid JSON; repair or remove the line") from None
     return rows
@@ -243,10 +243,13 @@ class Locked(Exception):
     """Another process writes the run; the message names it."""
 
 
-def acquire_lock(folder: Path) -> None:
+def acquire_lock(folder: Path) -> tuple[int, int]:
     """Acquire the run's lock, until `release_lock` or the end of this process; the kernel releases it after a kill too.
 
     The lock belongs to the process (`lockf`), not to the open file, so forked workers do not keep it.
+
+    Returns:
+        Device and inode of the lock file, for `same_folder`.
 
     Raises:
         Locked: another process holds it.
@@ -264,6 +267,21 @@ def acquire_lock(folder: Path) -> None:
     os.truncate(handle, 0)
     os.write(handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode())
     _held.setdefault(folder.resolve(), []).append(handle)
+    status = os.fstat(handle)
+    return status.st_dev, status.st_ino
+
+
+def same_folder(folder: Path, lock: tuple[int, int]) -> bool:
+    """Return whether a path still names the folder whose lock was acquired: it was not renamed, deleted or replaced.
+
+    Args:
+        lock: the result of `acquire_lock`.
+    """
+    try:
+        status = os.stat(folder / LOCK)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return (status.st_dev, status.st_ino) == lock
 
 
 def release_lock(folder: Path) -> None:

@@ -119,11 +119,15 @@ def read_tokens(path: Path) -> TokenTable | None:
     return table
 
 
+MAX_DIGITS = 15
+"""Maximum number of digits of a step; larger numbers do not fit into the index."""
+
+
 def recorded_steps(rollouts: Path) -> Iterator[int]:
     """Yield the steps that have recorded tokens, in order."""
     for path in sorted(rollouts.glob(f"step_*[0-9]/{TOKENS}")):
         digits = path.parent.name.removeprefix("step_")
-        if digits.isascii() and digits.isdigit():
+        if digits.isascii() and digits.isdigit() and len(digits) <= MAX_DIGITS:
             yield int(digits)
 
 
@@ -452,7 +456,8 @@ def _files_in(folder: Path) -> Iterator[tuple[tuple[int, str], tuple[Path, tuple
         return
     for entry in entries:
         digits = entry.name.removeprefix("step_")
-        if not (digits.isascii() and digits.isdigit() and entry.is_dir(follow_symlinks=False)):
+        known = digits.isascii() and digits.isdigit() and len(digits) <= MAX_DIGITS
+        if not (known and entry.is_dir(follow_symlinks=False)):
             continue
         for split in SPLITS:
             path = Path(entry.path, f"{split}.jsonl")

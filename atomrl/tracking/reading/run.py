@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -333,7 +333,16 @@ class Run:
     @property
     def state(self) -> RunState:
         """The current state."""
-        return state_of(self.path, self.config, self.summary, self.failure, self.metrics)
+        state = state_of(self.path, self.config, self.summary, self.failure, self.metrics)
+        fault = self.config_fault
+        return replace(state, why=f"{state.why}; {fault}") if fault and state.status in ("failed", "stopped") else state
+
+    @property
+    def config_fault(self) -> str:
+        """Why the run cannot be resumed: its config is missing or cannot be read; "" if it can."""
+        config = self.config
+        lines = self._files["config.yaml"][2] if self._files["config.yaml"][0] else ["config.yaml is missing"]
+        return "" if config and not lines else f"{(lines or ['config.yaml is empty'])[0]}, so the run cannot be resumed"
 
     @property
     def findings(self) -> list[Finding]:

@@ -192,6 +192,7 @@ export function Compare({ ids }) {
     ${found.left_out > 0 && html`<p class="warning" role="status"><span aria-hidden="true">! </span>${t("compare_cut", { n: found.runs.length, left: found.left_out })}</p>`}
     <${Judged} found=${found} groups=${groups} />
     ${grouped === "yes" && found.apart.length > 0 && html`<${Differences} pairs=${found.apart} />`}
+    ${grouped === "yes" && found.left_out.length > 0 && html`<p class="faint">${t("left_out", { runs: found.left_out.map((i) => visible(found.runs[i].name)).join(", ") })}</p>`}
     ${grouped === "yes" && found.apart_lacks && several && html`<p class="faint">${t("apart_lacks")}</p>`}
     <div class="beside"><section>
     <h2>${t("curves")}</h2>
