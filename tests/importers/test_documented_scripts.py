@@ -172,7 +172,8 @@ def test_nothing_is_overwritten(offline: Path, capsys: pytest.CaptureFixture[str
      "actor_rollout_ref.actor.optm.lr=1e-6", "did you mean 'actor_rollout_ref.actor.optim.lr'"),
     ("python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=m "
      "trainr.total_epochs=1", "did you mean 'trainer.total_epochs'"),
-    ("python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path m --reward.remote_url http://r --algo.advantage.estimator reinforce "
+    ("python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path m --reward.remote_url http://r "
+     "--algo.advantage.estimator reinforce "
      "--rollout.batch_sise 4", "did you mean --rollout.batch_size"),
     ("trl dpo --model_name_or_path m --dataset_name a/b --bta 0.1", "did you mean 'beta'"),
     ("trl dpo --model_name_or_path m --dataset_name a/b --zzzzqq 0.1", "valid names is similar"),

@@ -558,7 +558,7 @@ def test_the_engine_is_chosen_where_the_run_is_unless_the_source_names_another(
 
 
 def test_an_earlier_verl_s_bound_of_ratios_is_ours(tmp_path: Path) -> None:
-    verl = f"{MAIN} algorithm.adv_estimator=grpo actor_rollout_ref.model.path=m actor_rollout_ref.actor.tis_imp_ratio_cap=2"
+    verl = f"{VERL} actor_rollout_ref.model.path=m {ACTOR}tis_imp_ratio_cap=2"
     tree = import_config(written(tmp_path, "a.sh", verl), "verl").tree
     assert tree["algorithm"]["rollout_is"] == [{"type": "token_tis", "high": 2.0}]
 
@@ -592,7 +592,7 @@ def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
 def test_nothing_is_executed(tmp_path: Path) -> None:
     marker = tmp_path / "executed"
     keys = "data.train_batch_size=4 actor_rollout_ref.actor.ppo_mini_batch_size=4 algorithm.adv_estimator=grpo"
-    script = f"N=$(touch {marker}; echo 4)\nM=`touch {marker}`\n{VERL} {keys} trainer.project_name=$N a.b=$(touch {marker})\n"
+    script = f"N=$(touch {marker}; echo 4)\nM=`touch {marker}`\n{MAIN} {keys} trainer.project_name=$N a.b=$(touch {marker})\n"
     imported = import_config(written(tmp_path, "a.sh", script), "verl")
     assert not marker.exists()
     assert "$(touch" in imported.config.tracking.wandb_project

@@ -13,7 +13,8 @@ PPO = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollo
 SFT = "torchrun --nproc_per_node=2 -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=org/m optim.lr=2e-5"
 SEARCH = (
     f"{PPO} max_turns=2 retriever.url=http://x:1/retrieve retriever.topk=5 actor_rollout_ref.actor.state_masking=true "
-    "actor_rollout_ref.rollout.n_agent=5 data.max_obs_length=400 data.max_start_length=2048 data.max_prompt_length=4096 "
+    "actor_rollout_ref.rollout.n_agent=5 data.max_obs_length=400 data.max_start_length=2048 "
+    "data.max_prompt_length=4096 "
     "data.max_response_length=300 actor_rollout_ref.actor.ppo_micro_batch_size=64"
 )
 OPENRLHF = "python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path m --algo.advantage.estimator reinforce "
@@ -106,10 +107,10 @@ def test_sft_of_verl_is_sft(tmp_path: Path) -> None:
 
 
 def test_the_config_of_config_name_is_read(tmp_path: Path) -> None:
-    config = "defaults: [ppo_trainer, _self_]\nhydra: {searchpath: [x]}\nactor_rollout_ref: {rollout: {n: 16%s}}\n"
+    config = "defaults: [ppo_trainer, _self_]\nhydra: {searchpath: [x]}\nactor_rollout_ref: {actor: {ppo_mini_batch_size: 4}, rollout: {n: 16%s}}\n"
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "mine.yaml").write_text(config % "")
-    text = f'DIR="$(pwd)"\n{PPO} --config-path="$DIR/conf" --config-name=mine actor_rollout_ref.actor.ppo_mini_batch_size=4'
+    text = f'DIR="$(pwd)"\n{PPO} --config-path="$DIR/conf" --config-name=mine'
     for place in ("a.sh", "scripts/deep/a.sh"):
         assert read(tmp_path, text, place).config.rollout.completions_per_prompt == 16
     (tmp_path / "conf" / "mine.yaml").write_text(config % ", multi_turn: {enable: True}")
@@ -180,7 +181,7 @@ def test_a_command_in_bash_c_is_read(tmp_path: Path) -> None:
 
 
 def test_a_recipe_with_keys_of_an_older_trl(tmp_path: Path) -> None:
-    text = f"{GRPO}torch_dtype: bfloat16\nbenchmarks: [a]\nreward_funcs: [accuracy, format, tag_count]\nmax_prompt_length: 9"
+    text = f"{GRPO}torch_dtype: bfloat16\nbenchmarks: [a]\nreward_funcs: [accuracy, format, tag_count]"
     imported = read(
         tmp_path, f"{text}\nsystem_prompt: Think.\ndataset_prompt_column: problem\nreward_weights: [1, 1, 0.5]"
     )

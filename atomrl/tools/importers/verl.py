@@ -552,7 +552,7 @@ def translate(path: Path) -> Translation:
         t = _policy(path, flags)
     else:
         raise ConfigError(
-            f"{path} starts {program or 'no program of verl'}: supported are verl.trainer.main_ppo, recipe.dapo.main_dapo "
+            f"{path} starts {program or 'no program of verl'}: supported are verl.trainer.main_ppo, the recipe DAPO "
             "and verl's SFT trainers"
         )
     for note in notes:

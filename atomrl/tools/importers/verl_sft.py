@@ -39,7 +39,8 @@ DEFAULTS: Settings = {
 """Defaults of both trainers."""
 OF_FSDP: Settings = {"data.prompt_key": "question", "data.response_key": "answer", "optim.lr_scheduler": "cosine"}
 OF_ENGINE: Settings = {
-    "optim.lr": 1e-3, "optim.betas": [0.9, 0.999], "optim.lr_warmup_steps_ratio": 0.0, "optim.lr_scheduler_type": "constant",
+    "optim.lr": 1e-3, "optim.betas": [0.9, 0.999], "optim.lr_warmup_steps_ratio": 0.0,
+    "optim.lr_scheduler_type": "constant",
     "optim.min_lr_ratio": 0.0, "data.use_dynamic_bsz": True, "data.max_token_len_per_gpu": 8192,
     "model.path": "~/models/deepseek-llm-7b-chat",
 }  # fmt: skip
