@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 # first product.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
+if os.environ.get("ATOMRL_RUN"):  # a process that `atomrl run` started: its user's modules import trl
+    from atomrl.redirect import install
+
+    install()
+
 __version__ = "0.1.0"
 __all__ = ["load_run", "train"]
 

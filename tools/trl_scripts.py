@@ -9,6 +9,7 @@ rows. The result is a table with the reason for each file that does not run to i
 """
 
 import argparse
+import importlib.machinery
 import os
 import re
 import shlex
@@ -93,8 +94,10 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("descriptiveness", {"prompt": [user("hi")], "chosen": [user("hi"), assistant("a")],
                          "rejected": [user("hi"), assistant("b")]}),
     ("dpo|pairs|binarized|preference|harmless.*dpo|dmath-candidates", PAIR | {
-        "prompt": "hi", "score_chosen": 8.0, "score_rejected": 3.0, "messages": PAIR["chosen"]}),
+        "prompt": "hi", "score_chosen": 8.0, "score_rejected": 3.0, "system_prompt": "Be kind.",
+        "messages": PAIR["chosen"]}),
     ("chatbot_arena_completions", {"prompt": [user("hi")], "completion": [assistant("Hello.")], **CHAT}),
+    ("smoltalk2", CHAT | {"chat_template_kwargs": {"enable_thinking": False}}),
     ("imdb", {"text": "A good film.", "label": 1}),
     ("multilingual-thinking", CHAT | {"developer": "x", "user": "x", "final": "x", "analysis": "x"}),
     ("cai-conversation|grok-conversation", CHAT | PAIR | {"prompt": "hi"}),
@@ -156,6 +159,8 @@ def stand_in() -> None:
     import torch
 
     datasets.load_dataset = load_dataset
+    split = datasets.Dataset.train_test_split
+    datasets.Dataset.train_test_split = lambda self, *_, **__: split(self, test_size=0.25)  # of few rows
     datasets.load_from_disk = load_dataset
     for name in ("login", "notebook_login", "create_repo", "upload_folder", "whoami", "repo_exists", "list_repo_refs"):
         setattr(huggingface_hub, name, lambda *_, **__: {"name": "me"})
@@ -175,9 +180,20 @@ def stand_in() -> None:
         owner.to = lambda self, *a, _kept=kept, **k: (
             self if a and str(a[0]).startswith("cuda") else _kept(self, *a, **k)
         )
+    from transformers.models.auto import auto_factory
+
+    loaded = auto_factory._BaseAutoModelClass.from_pretrained.__func__
+    on_gpu = ("attn_implementation", "quantization_config", "device_map", "load_in_4bit", "load_in_8bit")
+    auto_factory._BaseAutoModelClass.from_pretrained = classmethod(
+        lambda cls, *a, **k: loaded(cls, *a, **{key: value for key, value in k.items() if key not in on_gpu})
+    )
+    chosen = datasets.Dataset.select
+    datasets.Dataset.select = lambda self, rows, *a, **k: chosen(self, [n for n in rows if n < len(self)], *a, **k)
     colab, vllm = types.ModuleType("google.colab"), types.ModuleType("vllm")
     colab.userdata = types.SimpleNamespace(get=lambda *_: "x")  # type: ignore[attr-defined]
     vllm.SamplingParams = type("SamplingParams", (), {"__init__": lambda self, **k: self.__dict__.update(k)})  # type: ignore[attr-defined]
+    for module in (colab, vllm):
+        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
     sys.modules |= {"google.colab": colab, "vllm": vllm}
     import builtins
     import getpass

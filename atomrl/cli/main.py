@@ -55,6 +55,7 @@ GROUPS = {
         "plan": Command("plan", "estimate the memory and the time of a run"),
     },
     "train": {
+        "run": Command("scripts", "run a script or notebook of TRL or unsloth as it is"),
         "train": Command("training", "train by a config: RL, SFT, preferences, reward model, pretraining"),
         "tune": Command("training", "search for better values of a config's keys"),
         "pool": Command(

@@ -135,18 +135,17 @@ def add_init(parser: argparse.ArgumentParser) -> Run:
 def add_import(parser: argparse.ArgumentParser) -> Run:
     """Convert a script, config or checkpoint of another library.
 
-    A script or config of TRL, verl or OpenRLHF becomes a config, with its rewards in a file beside it. A report lists
-    what every key was converted to, and where the run will differ. Nothing in the file is executed. --gpus and --memory
-    adapt the config to other hardware than the script's. A checkpoint of nanoGPT (*.pt) becomes a model folder.
+    A shell script or YAML file of TRL, verl, OpenRLHF, LLaMA-Factory or SkyRL becomes a config, with its rewards in a
+    file beside it. A report lists what every key was converted to, and where the run will differ. Nothing in the file
+    is executed; a Python script is converted by running it, with atomrl run. --gpus and --memory adapt the config to
+    other hardware than the script's. A checkpoint of nanoGPT (*.pt) becomes a model folder.
 
-    atomrl import grpo.py --out grpo.yaml
     atomrl import run_qwen.sh --out qwen.yaml --gpus 1 --memory 24GiB
     atomrl import dpo.yaml --trainer dpo --processes 8 --out our_dpo.yaml
-    atomrl import train.py --out train.yaml -- --model_name_or_path Qwen/Qwen2.5-0.5B --learning_rate 1e-5
     atomrl import out/ckpt.pt --out gpt2-small
     atomrl import out-shakespeare-char/ckpt.pt --out shakespeare --text data/shakespeare_char/input.txt
     """
-    parser.add_argument("file", type=Path, metavar="FILE", help="YAML, .sh, or TRL's .py; or nanoGPT's ckpt.pt")
+    parser.add_argument("file", type=Path, metavar="FILE", help="YAML or .sh; or nanoGPT's ckpt.pt")
     parser.add_argument(
         "--out", type=Path, required=True, metavar="OUT", help="the YAML file, or model folder, to write"
     )
@@ -154,29 +153,21 @@ def add_import(parser: argparse.ArgumentParser) -> Run:
     add(
         "--from",
         dest="library",
-        choices=("verl", "trl", "openrlhf"),
+        choices=("verl", "trl", "openrlhf", "llamafactory", "skyrl"),
         help="library of the file, if it cannot be inferred",
     )
     add("--trainer", choices=("grpo", "rloo", "sft", "dpo", "reward"), help="TRL trainer, if it cannot be inferred")
     add("--processes", type=int, metavar="N", help="number of TRL's processes, if it cannot be inferred")
     add("--gpus", type=int, metavar="N", help="number of GPUs to plan for, instead of the script's")
     add("--memory", metavar="SIZE", help="memory of each GPU, as in 24GiB, or its name: 4090")
-    add("--flag", action="append", default=[], help=argparse.SUPPRESS)
     add = parser.add_argument_group("checkpoints of nanoGPT").add_argument
     add("--tokenizer", metavar="gpt2|FOLDER", help="default: gpt2 if the vocabulary is GPT-2's")
     add("--text", type=Path, metavar="FILE", help="text of a character model, for its vocabulary")
     add("--characters", type=Path, metavar="FILE", help="its vocabulary as JSON: a list, or nanoGPT's stoi")
-    parser.set_defaults(prepare=flags_of_script)
     return import_file
 
 
-def flags_of_script(arguments: list[str]) -> list[str]:
-    """Rewrite the flags of the script, which come after `--`, as values of `--flag`."""
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    return [*arguments[:end], *(f"--flag={word}" for word in arguments[end + 1 :])]
-
-
-OF_CONFIGS = ("library", "trainer", "processes", "gpus", "memory", "flag")
+OF_CONFIGS = ("library", "trainer", "processes", "gpus", "memory")
 OF_CHECKPOINTS = ("tokenizer", "text", "characters")
 
 
@@ -184,8 +175,8 @@ def import_file(arguments: argparse.Namespace) -> int:
     """Import a config or, by the suffix .pt, a checkpoint. Options of the other kind are errors."""
     checkpoint = arguments.file.suffix == ".pt"
     for name in OF_CONFIGS if checkpoint else OF_CHECKPOINTS:
-        if getattr(arguments, name) not in (None, []):
-            option = {"library": "--from", "flag": "--"}.get(name, f"--{name}")
+        if getattr(arguments, name) is not None:
+            option = "--from" if name == "library" else f"--{name}"
             raise ValueError(
                 f"{option} is for {'scripts and configs' if checkpoint else 'checkpoints of nanoGPT (*.pt)'}"
             )
@@ -248,9 +239,7 @@ def import_config(arguments: argparse.Namespace) -> int:
     from atomrl.config import ConfigError
     from atomrl.tools.importers import import_config as read
 
-    imported = read(
-        arguments.file, arguments.library, arguments.processes, arguments.trainer, arguments.out, arguments.flag
-    )
+    imported = read(arguments.file, arguments.library, arguments.processes, arguments.trainer, arguments.out)
     if arguments.gpus is not None or arguments.memory is not None:
         imported = adapt_to_hardware(imported, 1 if arguments.gpus is None else arguments.gpus, arguments.memory)
     texts = {arguments.out: imported.yaml()}

@@ -41,6 +41,9 @@ class LoraConfig(Section):
     target_modules: list[str] | str = "all-linear"
     """Linear layers that get an adapter: `all-linear` (all between embedding and output matrix), a list of module names
     or path suffixes, or a regular expression that matches whole module paths."""
+    start: str | None = None
+    """Folder of trained adapters to start from, of the same rank and layers; null: new ones. The reference is the model
+    without adapters."""
 
 
 class ModelConfig(Section):
@@ -343,10 +346,10 @@ class DataConfig(Section):
     """A regular expression whose first group, in the answer column, is the ground truth (GSM8K: `####\\s*(.+)`)."""
     system_prompt: str | None = None
     system_prompt_file: str | None = None
-    chat_template: str = Field("auto", pattern=r"^(auto|none|chatml|.+\.jinja)$")
+    chat_template: str = Field("auto", pattern=r"^(auto|none|messages_only|chatml|.+\.jinja)$")
     """`auto`: apply the tokenizer's template, if it has one. `none`: use the text as it is, for prompts that contain
-    their template. `chatml`, or the path of a .jinja file: replace the tokenizer's template, and save it with the
-    model."""
+    their template. `messages_only`: apply it to messages, and use text as it is (TRL). `chatml`, or the path of a
+    .jinja file: replace the tokenizer's template, and save it with the model."""
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the chat template, such as `{enable_thinking: false}` (Qwen 3), `{reasoning_effort: low}` (gpt-oss),
     `{date_string: 26 Jul 2024}` (Llama 3.2). A variable that the template does not read is an error."""
@@ -703,6 +706,10 @@ class SftConfig(Section):
 
     completion_field: str = "completion"
     """Column of the demonstration in a file; a generator writes its own."""
+    train_on: Literal["completions", "conversations", "all"] = "completions"
+    """Trained tokens of a row. `completions`: those of its completion, or of the assistant's messages. `conversations`:
+    all of a row with `messages` or `conversations`, else those of the completion (TRL's default). `all`: all, with the
+    prompt's. Of a row of text all are trained in any case."""
     gpt: GptConfig | None = None
     """Start from a new GPT of this shape, instead of `model.path`."""
 

@@ -7,8 +7,9 @@ import logging
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +57,9 @@ if TYPE_CHECKING:
 #
 # - `prompt` and `completion`: text, or lists of messages (TRL's prompt-completion rows);
 # - `messages`: a conversation (TRL's conversational rows), or `conversations` with `from` and `value` (ShareGPT);
-# - `instruction`, `input` (may be empty) and `output` (Alpaca), with optional `system` and `history`.
+# - `instruction`, `input` (may be empty) and `output` (Alpaca), with optional `system` and `history`;
+# - `text` alone: the whole text is trained, and the end-of-sequence token behind it (TRL's rows of text). Its prompt is
+#   empty, which no other row's is.
 #
 # The assistant's messages are trained, from its first one after the prompt to its last; other messages are not.
 # Messages keep their other keys (calls, thoughts) for the chat template. In lists of messages, one with the role
@@ -76,6 +79,8 @@ if TYPE_CHECKING:
 #
 # An optional column `margin`, or `score_chosen` and `score_rejected`, has the margin of the preference.
 
+CONVERSATION = "conversation"
+"""Column of a demonstration that is a whole conversation, without a completion of its own."""
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 SHAREGPT |= {"function_call": "assistant", "observation": "tool", "function_response": "tool", "tool": "tool"}
 HH_TURN = "\n\nAssistant:"
@@ -89,7 +94,9 @@ def demonstration_reader(prompt_field: str, completion_field: str) -> Convert:
     def read(place: str, row: Mapping[str, Any]) -> Problem:
         source = None if row.get(completion_field) is not None else _conversation_column(row)
         used = [prompt_field, completion_field, *([] if source is None else [source])]
-        return _sample(place, row, used, *demonstrated(row, prompt_field, completion_field))
+        prompt, completions = demonstrated(row, prompt_field, completion_field)
+        sample = _sample(place, row, [*used, *(["text"] if prompt == "" else [])], prompt, completions)
+        return sample if source is None else replace(sample, columns={**sample.columns, CONVERSATION: True})
 
     return read
 
@@ -148,11 +155,15 @@ def demonstrated(
         prompt, turns = _conversation(name, row[name])
     elif {"instruction", "output"} <= names:
         prompt, turns = _alpaca(row, "output")
+    elif "text" in names:
+        prompt, turns = "", _answer("text", row["text"])
+        if not isinstance(turns, str):
+            raise DataError("field 'text' must be text")
     else:
         raise DataError(
             f"not a demonstration: it has {', '.join(map(repr, row)) or 'no keys'}, but neither {prompt_field!r} and "
-            f"{completion_field!r} (sft.completion_field), nor 'messages', 'conversations', or 'instruction' and "
-            "'output'"
+            f"{completion_field!r} (sft.completion_field), nor 'messages', 'conversations', 'instruction' and "
+            "'output', or 'text'"
         )
     return prompt, ((turns, 0.0),)
 
@@ -530,6 +541,7 @@ class TokenizedSamples:
         max_row_tokens: cuts longer rows. Those that are then `untrainable` are dropped with a warning, too.
         read: input format of a reward model with its own template; all of its tokens are trained.
         stops: tokens that end the model's completions, besides those of the tokenizer and the chat template.
+        train_on: which tokens of a row are trained (`sft.train_on`).
 
     Raises:
         DataError: no problem is left, or the chat template does not show a part of a row (`data.on_bad_row` may skip
@@ -547,7 +559,9 @@ class TokenizedSamples:
         max_row_tokens: int | None = None,
         read: Read | None = None,
         stops: Iterable[int] = (),
+        train_on: Literal["completions", "conversations", "all"] = "completions",
     ) -> None:
+        self._train_on = train_on
         self._draw, self._processor, self._seed, self._read = report.draw, processor, seed, read
         if processor.tokenizer.eos_token_id is None:
             raise DataError(
@@ -666,7 +680,8 @@ class TokenizedSamples:
             for (turns, _), label in zip(group, labels, strict=True):
                 if prompt is not None:
                     rows.append((place, turns, self._pieces(problem, prompt, turns), label, margin))
-        encoded = iter(self._ids([pieces for _, _, pieces, _, _ in rows]))
+        texts = [items[place][1].prompt == "" for place, *_ in rows]
+        encoded = iter(self._ids([pieces for _, _, pieces, _, _ in rows], texts))
         examples: list[list[Example]] = [[] for _ in items]
         for place, turns, pieces, label, margin in rows:
             (_, problem), prompt = items[place], prompts[place]
@@ -681,7 +696,9 @@ class TokenizedSamples:
                 row = self._read(problem, prompt, ids, turns if isinstance(turns, str) else turns[-1])
                 prompt, ids, trained = [], [*row], [True] * len(row)
             tokens = np.array([*prompt, *ids], dtype=np.int32)
-            mask = np.array([False] * len(prompt) + trained, dtype=np.bool_)
+            whole = self._train_on == "all" or (self._train_on == "conversations" and problem.columns.get(CONVERSATION))
+            trained = [True] * len(trained) if whole else trained
+            mask = np.array([whole] * len(prompt) + trained, dtype=np.bool_)
             examples[place].append(Example(tokens, mask, label, margin))
         return examples
 
@@ -689,6 +706,9 @@ class TokenizedSamples:
         """Return the pieces behind the prompt: a text and the end-of-turn token. Or a whole conversation with its
         prompt, where the chat template has to render both together."""
         writer, processor, place = self._writer, self._processor, problem.problem_id
+        if problem.prompt == "":  # a row of text, all of which is trained
+            end = processor.tokenizer.eos_token
+            return [Piece(str(turns).removesuffix(end), True), Piece(end, True)]
         question, tools = processor.conversation(problem.prompt), processor.tools_of(problem)
         own = len(question) == (1 if isinstance(problem.prompt, str) else len(problem.prompt))
         bare, continues = processor.is_bare(problem), question[-1]["role"] == "assistant"
@@ -738,14 +758,22 @@ class TokenizedSamples:
             "if the template supports that"
         )
 
-    def _ids(self, rows: Sequence[Sequence[Piece]]) -> list[list[int]]:
-        """Encode each piece of each row. The first piece begins a text if it is the prompt (not trained); all others
-        follow a text."""
+    def _ids(self, rows: Sequence[Sequence[Piece]], texts: Sequence[bool]) -> list[list[int]]:
+        """Encode each piece of each row. The first piece begins a text if it is the prompt (not trained) or the row is
+        one of `texts`; all others follow a text."""
         tokenizer = self._processor.tokenizer
         items: list[tuple[str, str]] = []
-        for pieces in rows:
+        for pieces, is_text in zip(rows, texts, strict=True):
             for number, (text, trained) in enumerate(pieces):
-                before = "" if trained else self._writer.last_token(pieces[number - 1].text) if number else None
+                before = (
+                    None
+                    if is_text and not number
+                    else ""
+                    if trained
+                    else self._writer.last_token(pieces[number - 1].text)
+                    if number
+                    else None
+                )
                 items.append((text, "\n" if before == "" else before or ""))
         fronts = {before: token_ids(tokenizer, before) for before in {before for _, before in items}}
         texts = [before + text for text, before in items]

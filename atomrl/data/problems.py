@@ -427,8 +427,8 @@ class DataProcessor:
     - Messages are rendered by the tokenizer's chat template, and so is text if there is a template (as a user message).
       The tokenizer adds no special tokens to it. Text that already contains the template, up to the generation prompt,
       is not rendered again.
-    - Text without a template (the tokenizer has none, or `chat_template` is `none`) gets the tokenizer's leading
-      special tokens (BOS) unless it starts with them, but no trailing ones.
+    - Text without a template (the tokenizer has none, or `chat_template` is `none` or `messages_only`) gets the
+      tokenizer's leading special tokens (BOS) unless it starts with them, but no trailing ones.
     - The system prompt is the first message; without a template it is the text before the prompt, with an empty line.
       A row with its own system message keeps it.
     - A last message of the assistant is continued, not closed.
@@ -583,7 +583,7 @@ class DataProcessor:
         for problem, text, is_bare, ids in zip(problems, texts, bare, encoded, strict=True):
             if is_bare and ids[: len(self._prefix)] != self._prefix:
                 ids = self._prefix + ids
-            if not ids:
+            if not ids and problem.prompt:
                 raise DataError(f"{problem.problem_id}: the tokenizer returns no tokens for {problem.prompt!r}")
             if not isinstance(problem.prompt, str) and problem.prompt[-1]["role"] == "assistant":
                 self._warn(
@@ -607,6 +607,8 @@ class DataProcessor:
                     f"{problem.problem_id}: the prompt contains {mark}, from the chat template of another model, which "
                     f"this one reads as words: give only the question in {name}"
                 )
+        if prompt == "" or (isinstance(prompt, str) and self.config.chat_template == "messages_only"):
+            return True
         if not self.has_template:
             if self.tools_of(problem) and not self.tools:
                 raise DataError(f"{problem.problem_id}: field {TOOLS!r}: {self.why_none()}; remove the column")

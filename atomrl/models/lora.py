@@ -106,7 +106,8 @@ def refuse_adapted(path: str | Path) -> None:
 
 
 def add_adapters(model: Any, config: LoraConfig, base: str) -> None:
-    """Add float32 adapters to a model with frozen weights; initially they change nothing (B = 0).
+    """Add float32 adapters to a model with frozen weights; initially they change nothing (B = 0), unless the config
+    names trained ones to start from.
 
     Args:
         base: path of the model, saved in adapter_config.json.
@@ -131,9 +132,42 @@ def add_adapters(model: Any, config: LoraConfig, base: str) -> None:
     for name, parameter in inner.named_parameters():
         if is_adapter(name):
             parameter.data = parameter.data.float()
+    if config.start is not None:
+        _load_adapters(inner, config.start)
     for _, layer in _lora_layers(inner):
         layer.forward = partial(_forward, layer)
     model.lora_settings = settings
+
+
+@torch.no_grad()
+def _load_adapters(inner: nn.Module, folder: str | Path) -> None:
+    """Copy saved adapters into new ones of the same rank and layers.
+
+    Raises:
+        ConfigError: they are of others, or there are none.
+    """
+    from safetensors.torch import load_file
+
+    key = f"model.lora.start={folder}"
+    with reraise_as(ConfigError, f"{key} has no readable {ADAPTER_FILE}", OSError, SafetensorError):
+        saved = load_file(Path(folder) / ADAPTER_FILE)
+    own = {
+        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": weight
+        for name, weight in inner.named_parameters()
+        if is_adapter(name)
+    }
+    if odd := sorted(
+        name
+        for name in own.keys() | saved.keys()
+        if own.get(name, saved.get(name)).shape != saved.get(name, own.get(name)).shape
+        or name not in own
+        or name not in saved
+    ):
+        raise ConfigError(
+            f"{key}: {odd[0]} has another shape, or is on one side only; rank and layers must be the same"
+        )
+    for name, weight in own.items():
+        weight.copy_(saved[name])
 
 
 def _forward(layer: Any, x: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def policy_tokenizer(config: RunConfig) -> Any:
     """Load the policy's tokenizer (`model.tokenizer`, else the model's own) and set `data.chat_template`."""
     path, model = model_path(config), config.model
     tokenizer = load_tokenizer(model.tokenizer or path, model.trust_remote_code, path)
-    if (template := config.data.chat_template) not in ("auto", "none"):
+    if (template := config.data.chat_template) not in ("auto", "none", "messages_only"):
         with reraise_as(ConfigError, f"data.chat_template={template}", OSError, ValueError):
             set_template(tokenizer, template)
     return tokenizer

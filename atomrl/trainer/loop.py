@@ -79,8 +79,8 @@ class Training(Protocol):
 
 Save = Callable[[Path, Progress], Callable[[], None] | None]
 """Writes a checkpoint into a folder. May return before it is written: calling the result then waits for it."""
-Callback = Callable[[int, Mapping[str, float]], None]
-"""Called after each step with its number and metrics."""
+Callback = Callable[[int, Mapping[str, float]], bool | None]
+"""Called after each step with its number and metrics; True ends the run after this step."""
 
 
 def fit(
@@ -102,19 +102,20 @@ def fit(
         evaluate: evaluates the current weights and records the result under a step.
 
     Returns:
-        True if the end was reached, False after a stop request.
+        True if the end was reached or a callback ended the run, False after a stop request.
 
     Raises:
         Exception: any error of a step. If it was raised before the step's update, the steps done are saved first.
     """
     trainer, algorithm, record = training.trainer, training.algorithm, training.record
     steps, checkpoints, failure = config.train.steps, Checkpoints(record, save, progress.step), None
+    ended = False
     if not progress.step and config.eval.before:
         evaluate(0)
     if progress.idle_steps >= MAX_IDLE_STEPS:  # resumed although it had ended
         progress.idle_steps = 0
     with stop_request() as stopped, checkpoints:
-        while progress.step < steps and progress.idle_steps < MAX_IDLE_STEPS and not stopped():
+        while progress.step < steps and progress.idle_steps < MAX_IDLE_STEPS and not (ended or stopped()):
             step, watch, tokens = progress.step + 1, Stopwatch(), TokenRecord()
             try:
                 rows = training.collect(step, watch)  # sample completions and score them
@@ -128,8 +129,8 @@ def fit(
             metrics = training.report(step, batch, updates, tokens, watch)
             if is_due(step, config.eval.every_steps) and step < steps:
                 evaluate(step)
-            for callback in callbacks:
-                callback(step, metrics)
+            answers = [callback(step, metrics) for callback in callbacks]
+            ended = True in answers
             progress.step = step
             progress.updates += updates_made(metrics)
             progress.wall_s += time.perf_counter() - watch.started
@@ -142,7 +143,7 @@ def fit(
     if failure is not None:
         log.warning("step %d failed; the %d steps before it are saved", progress.step + 1, progress.step)
         raise failure
-    done = progress.step >= steps or progress.idle_steps >= MAX_IDLE_STEPS
+    done = progress.step >= steps or progress.idle_steps >= MAX_IDLE_STEPS or ended
     if progress.idle_steps >= MAX_IDLE_STEPS:
         log.warning(
             "the run ends after step %d: no group was accepted in %d steps in a row, because all completions of a "

@@ -112,6 +112,7 @@ class CompletionRun(OfflineRun):
             max_row_tokens=self.config.train.max_row_tokens,
             read=self.reader.row if self.reader else None,
             stops=() if self.config.gpt is not None else self._stops(),
+            train_on=self.config.sft.train_on if self.config.sft else "completions",
         )
 
     def _stops(self) -> tuple[int, ...]:

@@ -54,13 +54,14 @@ def load(tmp_path, *rows, field="completion", **config):
         ({"conversations": [{"from": "human", "value": "2+2="}, {"from": "gpt", "value": "4"}]}, (USER,), (ASSISTANT,)),
         ({"instruction": "Add.", "input": "2+2", "output": "4"}, "Add.\n\n2+2", "4"),
         ({"instruction": "Add 2+2.", "input": "", "output": "4"}, "Add 2+2.", "4"),
+        ({"text": "2+2=4"}, "", "2+2=4"),
     ],
 )
 def test_layouts(tmp_path, row, prompt, turns):
     (problem,) = load(tmp_path, row).problems
     assert (
         problem.prompt == prompt
-        and problem.columns == {"completions": ((turns, 0.0),)}
+        and problem.columns["completions"] == ((turns, 0.0),)
         and problem.problem_id == "sft.jsonl:1"
     )
 
@@ -208,3 +209,21 @@ def test_completions_of_other_prompts():
     assert rows.pair_ids.tolist() == [0, 0, -1, -1, -1, -1] and len(set(rows.group_ids.tolist())) == 5
     with pytest.raises(ValueError, match="rows_per_update"):
         rows_from_tokens([first], mismatched=True)
+
+
+@pytest.mark.parametrize(
+    ("row", "train_on", "trained"),
+    [
+        ({"text": "2+2=4"}, "completions", "+2=4</s>"),
+        ({"text": "2+2=4</s>"}, "completions", "+2=4</s>"),
+        ({"messages": [USER, ASSISTANT]}, "conversations", "2+2=<|assistant|>4</s>"),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, "conversations", "4</s>"),
+        ({"prompt": "2+2=", "completion": "4"}, "all", "+2=4</s>"),
+    ],
+)
+def test_the_tokens_that_trl_trains(tmp_path, tokenizer, row, train_on, trained):
+    report = load(tmp_path, row)
+    processor = DataProcessor(tokenizer, DataConfig(train="-", chat_template="messages_only"))
+    samples = TokenizedSamples(report, processor, "demonstrations", train_on=train_on)
+    rows = samples.rows([("0", samples.problems[0])])
+    assert tokenizer.decode(rows.tokens[0][rows.loss_mask[0]]) == trained  # nothing predicts a first token

@@ -1,7 +1,7 @@
-"""Import configs and scripts of verl, TRL and OpenRLHF. Nothing in them is executed.
+"""Import configs and scripts of verl, TRL, OpenRLHF, LLaMA-Factory and SkyRL. Nothing in them is executed.
 
-`import_config` returns a config and a report of every key. `verl.py`, `trl.py` and `openrlhf.py` translate the keys of
-one library each; `translation.py` is what they fill, `sources.py` reads the files.
+`import_config` returns a config and a report of every key. A module translates the keys of one library;
+`translation.py` is what they fill, `sources.py` reads the files.
 """
 
 import os
@@ -14,11 +14,12 @@ from typing import Any
 import yaml
 
 from atomrl.config import ConfigError, RunConfig, load_config, read_yaml
-from atomrl.tools.importers import openrlhf, trl, verl
+from atomrl.tools.importers import llamafactory, openrlhf, skyrl, trl, verl
 from atomrl.tools.importers.sources import text_of
 from atomrl.tools.importers.translation import Translation, gpu_line
 
-LIBRARIES = ("verl", "trl", "openrlhf")
+LIBRARIES = ("verl", "trl", "openrlhf", "llamafactory", "skyrl")
+SUPPORTED = "supported are verl, TRL, OpenRLHF, LLaMA-Factory and SkyRL, and Python scripts of TRL with atomrl run"
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,9 @@ class Imported:
     gpus: int
     """Number of GPUs that the script trains on; 1 if it does not say."""
     hardware: str
-    """First line of the report: how the GPUs are translated."""
+    """How the GPUs are translated."""
+    version: str
+    """Name and version of the library whose defaults are written out."""
     to_do: tuple[str, ...]
     """Steps that are left to the user."""
     carried: tuple[str, ...]
@@ -47,6 +50,9 @@ class Imported:
     planned: tuple[str, ...] = ()
     """Changes for other hardware, each with what it saves and costs."""
 
+    def _first_line(self) -> str:
+        return f"{self.hardware}; what the file does not set is the default of {self.version}"
+
     def report(self) -> str:
         """Return the report as text: GPUs, steps left to the user, and the lists of keys."""
         lists = {
@@ -58,14 +64,14 @@ class Imported:
             "carried": self.carried,
             f"defaults of {self.library}, written out": self.by_default,
         }
-        lines = [self.hardware]
+        lines = [self._first_line()]
         for title, items in lists.items():
             lines += [f"{title} ({len(items)}):", *(f"  {' '.join(item.split())}" for item in items)]
         return "\n".join(lines)
 
     def yaml(self) -> str:
         """Return the config as YAML, with the differences to the source as comments at the top."""
-        notes = [f"# From {self.library}'s {self.source}, by atomrl import.", f"# {self.hardware}"]
+        notes = [f"# From {self.library}'s {self.source}, by atomrl import.", f"# {self._first_line()}"]
         for title, items in (
             ("Changed for the hardware", self.planned),
             ("Left to you", self.to_do),
@@ -83,16 +89,14 @@ def import_config(
     processes: int | None = None,
     trainer: str | None = None,
     out: str | Path | None = None,
-    command: Sequence[str] = (),
 ) -> Imported:
-    """Read a YAML file, shell script or Python file of verl, TRL or OpenRLHF. Nothing in it is executed.
+    """Read a YAML file or shell script of another library. Nothing in it is executed.
 
     Args:
         library: one of `LIBRARIES`; None detects it.
         processes: number of processes, for TRL's batch sizes per process, if the file does not say it.
         trainer: TRL's trainer (`grpo`, `rloo`, `sft`, `dpo`, `reward`), if the file does not say it.
         out: path of the config; names the files next to it. None: the source with the suffix `.yaml`.
-        command: flags with which a Python file is started.
 
     Raises:
         ConfigError: the file cannot be read, a choice of the objective has no counterpart, or the result is not a valid
@@ -101,6 +105,9 @@ def import_config(
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"{path} {'is not a file' if path.exists() else 'does not exist'}")
+    out = Path(out) if out is not None else path.with_suffix(".yaml")
+    if path.suffix in (".py", ".ipynb"):
+        raise ConfigError(f"{path} is Python: atomrl run {path} --config-out {out} converts it, without training")
     library = library or library_of(path)
     if trainer is not None and library != "trl":
         raise ConfigError(f"--trainer is an option for TRL; {library} has only one")
@@ -109,14 +116,12 @@ def import_config(
             f"--processes is an option for TRL, whose batch sizes are per process; those of {library} are for all "
             "processes"
         )
-    if command and path.suffix != ".py":
-        raise ConfigError(f"flags after -- are only for a Python file; {path} has its own")
-    out = Path(out) if out is not None else path.with_suffix(".yaml")
     try:
         if library == "trl":
-            t = trl.translate(path, out, processes, trainer, list(command))
+            t = trl.translate(path, out, processes, trainer)
         else:
-            t = verl.translate(path) if library == "verl" else openrlhf.translate(path, out)
+            one = {"verl": verl.translate, "llamafactory": llamafactory.translate, "skyrl": skyrl.translate}
+            t = openrlhf.translate(path, out) if library == "openrlhf" else one[library](path)
     except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"{path} cannot be read as a file of {library}: {error}") from error
     return _imported(t, path)
@@ -128,21 +133,42 @@ def library_of(path: Path) -> str:
     Raises:
         ConfigError: it cannot be detected.
     """
-    if path.suffix == ".py":
-        return "trl"
     if path.suffix in (".yaml", ".yml"):
-        tree = read_yaml(path)
-        if {"actor_rollout_ref", "algorithm"} & tree.keys() and "actor_rollout_ref" in tree:
-            return "verl"
-        return "trl"
-    text = text_of(path)
-    if re.search(r"openrlhf|train_ppo_ray", text):
-        return "openrlhf"
-    if re.search(r"\b(verl\.|main_ppo|actor_rollout_ref\.)", text):
-        return "verl"
-    if re.search(r"(^|[\s/])trl\s+\w|trl\.scripts|\.py\b", text, re.MULTILINE):
-        return "trl"
-    raise ConfigError(f"{path} calls none of verl, TRL and OpenRLHF: set --from {'|'.join(LIBRARIES)}")
+        keys = read_yaml(path).keys()
+        if (other := next((name for name, marks in KEYS if marks <= keys), None)) is None:
+            return "trl"
+    else:
+        text = text_of(path)
+        other = next((name for name, pattern in CALLS.items() if re.search(pattern, text, re.MULTILINE)), None)
+    if other in LIBRARIES:
+        return other
+    if other is None:
+        raise ConfigError(f"{path} calls no library that is known: {SUPPORTED}; --from names one of them")
+    raise ConfigError(f"{path} is of {other}, which is not supported: {SUPPORTED}")
+
+
+KEYS: Sequence[tuple[str, set[str]]] = (
+    ("verl", {"actor_rollout_ref"}),
+    ("llamafactory", {"stage", "finetuning_type"}),
+    ("SkyRL's YAML", {"trainer", "generator"}),
+    ("axolotl", {"base_model"}),
+    ("ms-swift", {"rlhf_type"}),
+    ("prime-rl", {"orchestrator"}),
+    *(("NeMo-RL", {key}) for key in ("policy", "cluster", "grpo", "defaults", "checkpointing")),
+)
+"""Library, and keys that are together at the top of its YAML files."""
+CALLS: Mapping[str, str] = {
+    "openrlhf": r"openrlhf|train_ppo_ray",
+    "skyrl": r"\bskyrl|\btrainer\.(policy|algorithm)\.",
+    "verl": r"\b(verl\.|main_ppo|actor_rollout_ref\.)",
+    "ms-swift": r"\b(swift|megatron)\s+(rlhf|sft|pt)\b|swift/cli|--rlhf_type",
+    "axolotl": r"\baxolotl\b",
+    "LLaMA-Factory's command: import its YAML file": r"\b(llamafactory-cli|llamafactory)\b",
+    "NeMo-RL": r"\bnemo[_-]rl\b|NeMo-RL|examples/run_(grpo|dpo|sft|rm)",
+    "prime-rl": r"\bprime[_-]rl\b|^\s*\[(orchestrator|trainer|inference|model|deployment)[\].]|\brl\s+@",
+    "trl": r"(^|[\s/])trl\s+\w|trl\.scripts|\.py\b",
+}
+"""Library -> what its scripts call."""
 
 
 def _expanded(value: Any) -> Any:
@@ -173,7 +199,7 @@ def _imported(t: Translation, path: Path) -> Imported:
     except ConfigError as error:
         raise ConfigError("\n".join(_with_sources(t, line) for line in str(error).splitlines())) from error
     rows = config.train.rows_per_update
-    places = _shell_texts({key: tree[key] for key in tree if key not in ("reward", "tracking", "run_name")})
+    places = _shell_texts({key: tree[key] for key in tree if key not in ("tracking", "run_name")})
     t.to_do += [f"{key}: {text!r} is known only to the shell: write its value" for key, text in places]
     return Imported(
         library=t.library,
@@ -182,6 +208,7 @@ def _imported(t: Translation, path: Path) -> Imported:
         config=config,
         gpus=t.gpus[0] if t.gpus else 1,
         hardware=gpu_line(t, rows, config.kind == "rl"),
+        version=t.version,
         to_do=_once(t.to_do),
         carried=_once(t.carried),
         by_default=_once(t.by_default),

@@ -60,8 +60,6 @@ REASONS = {
     "train.async_": "rollouts during training: section asynchronous (docs/guides/distributed_rollout.md)",
     "train.partial_rollout_enable": "rollouts during training: section asynchronous "
     "(docs/guides/distributed_rollout.md)",
-    "data.image_key": "models are text-only",
-    "data.max_images_per_prompt": "models are text-only",
     "algo.kl.target": "for an adaptive KL, which is off",
 }  # fmt: skip
 """Flag, or prefix of flags -> reason why it has no counterpart."""
@@ -374,6 +372,7 @@ DEFAULTS: Settings = {
     "actor.num_nodes": 1,
     "actor.num_gpus_per_node": 8,
 }
+VERSION = "OpenRLHF of August 2026"
 PROGRAM = r"train_(ppo(_ray)?|sft|dpo|rm)(\.py)?$"
 REWARD_FILE = '''"""A reward with OpenRLHF's interface, called with the arguments of a reward here."""
 
@@ -536,27 +535,29 @@ def translate(path: Path, out: Path) -> Translation:
     Args:
         out: path of the config.
     """
-    if path.suffix == ".py":
+    if path.suffix in (".yaml", ".yml"):
         raise ConfigError(f"{path}: OpenRLHF is configured by flags: give the script (.sh) that calls it")
-    flags, notes, launcher, program = read_flags(
+    flags, notes, launcher, words = read_flags(
         path, PROGRAM, "openrlhf.cli.train_ppo_ray, train_sft, train_dpo or train_rm"
     )
     flags = flat(flags)
     current = {OLDER.get(name, name): value for name, value in flags.items()}
-    kind = next((name for name in OFFLINE_DEFAULTS if f"train_{name}" in program), None)
+    kind = next((name for name in OFFLINE_DEFAULTS if f"train_{name}" in words[0]), None)
     if kind is not None:
         current = {renamed(name): value for name, value in current.items()}
         t = Translation("OpenRLHF", current, OFFLINE_DEFAULTS[kind], path)
     else:
         t = Translation("OpenRLHF", current, DEFAULTS, path)
     t.reasons = REASONS
+    t.version = VERSION
     if older := [name for name in flags if name in OLDER]:
         t.approximate(
             f"{len(older)} flags are from an older version ({older[0]}, ...); missing ones have today's defaults"
         )
     name = t("logger.wandb.run_name") or path.stem
     t.put("run_name", str(name).replace("/", "-").lstrip("."), "logger.wandb.run_name")
-    t.refuse_set({"data.tokenizer_chat_template": TEMPLATE})
+    t.refuse_set({"data.tokenizer_chat_template": TEMPLATE, "data.image_key": "models read no pictures"})
+    t.name_of(["data.max_images_per_prompt"])
     t.put("data.chat_template", "auto" if t.flag("data.apply_chat_template") else "none", "data.apply_chat_template")
     if kind is not None:
         if isinstance(each := launcher.get("num_gpus"), int):
@@ -575,6 +576,7 @@ def translate(path: Path, out: Path) -> Translation:
         near = misspelt(unread, [name for name in keys if name.count(".") == unread.count(".")])
         if near is not None:
             raise ConfigError(f"{path}: OpenRLHF has no flag --{unread}; did you mean --{near}?")
+    t.leave_unknown()
     return t
 
 
@@ -795,6 +797,5 @@ def _reward(t: Translation, out: Path) -> None:
         ]
     t.name_of(["reward.model_name_or_path"])
     if not functions:
-        t.approximate("the file has no reward; reward.functions is strict_math")
-    else:
-        t.put("reward.functions", functions, "reward.remote_url", "reward.model_name_or_path")
+        raise ConfigError(f"{t.path} has no reward: give --reward.model_name_or_path or --reward.remote_url")
+    t.put("reward.functions", functions, "reward.remote_url", "reward.model_name_or_path")

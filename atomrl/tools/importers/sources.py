@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ _INSIDE = re.compile(
 )
 """The forms of `${...}`: default, substring, removed prefix or suffix."""
 _ASSIGNMENT = re.compile(
-    r"(?:export\s+|local\s+|declare\s+(?:-\w+\s+)*)?(?P<name>[A-Za-z_]\w*)(?P<more>\+?)=(?P<value>.*)", re.DOTALL
+    r"(?:export\s+|local\s+|readonly\s+|declare\s+(?:-\w+\s+)*)?(?P<name>[A-Za-z_]\w*)(?P<more>\+?)=(?P<value>.*)",
+    re.DOTALL,
 )
 _ARRAY = re.compile(r"(?:export\s+|declare\s+(?:-\w+\s+)*)?[A-Za-z_]\w*\+?=\(")
 _DOCUMENT = re.compile(
@@ -47,6 +49,10 @@ _DOCUMENT = re.compile(
     r"(?P<body>.*?)\n\s*(?P=end)[ \t]*$",
     re.DOTALL | re.MULTILINE,
 )
+_SUBSTITUTION = re.compile(rf"'[^']*'|\$\((?!\()(?P<command>{_EXPRESSION})\)|`(?P<old>[^`]*)`", re.DOTALL)
+_SUM = re.compile(rf"\$\(\({_EXPRESSION}\)\)")
+_KEPT = re.compile("\x01(\\d+)\x01")
+"""A command substitution whose output is not known, within a word."""
 _OPENS, _CLOSES = {"if", "for", "while", "until", "case"}, {"fi", "done", "esac"}
 _OPERATORS = {
     ast.Add: operator.add,
@@ -71,11 +77,12 @@ class Script:
 def read_script(text: str, source: str) -> Script:
     """Parse the commands of a shell script.
 
-    Expands variables that the script sets, `${NAME:-default}` and integer arithmetic. Variables of the environment and
-    command substitutions stay as written, with a note.
+    Expands variables that the script sets, `${NAME:-default}`, integer arithmetic, and commands that only need the
+    script's path: `$(dirname "$0")`, `$(cd .. && pwd)`. Variables of the environment and other command substitutions
+    stay as written, each within one word, with a note. The text of `bash -c` is read too.
 
     Args:
-        source: the script's name, for messages.
+        source: the script's path.
 
     Raises:
         ConfigError: an unclosed quote.
@@ -84,14 +91,14 @@ def read_script(text: str, source: str) -> Script:
         >>> read_script('N=${N:-4}\\ntrain a.n=$((N * 2)) \\\\\\n  b="$N x"  # why', "s.sh").commands
         [['train', 'a.n=8', 'b=4 x']]
     """
-    reading = _Reading()
+    reading = _Reading(Path(source).resolve())
     for line in _lines(_without_documents(text, reading.variables), source):
         try:
             for part in _parts(line):
                 reading.line(part)
         except ValueError as error:  # quotes in the value of a variable
             raise ConfigError(f"{source}: {line!r} cannot be parsed as shell: {error}") from None
-    return Script(reading.commands, list(dict.fromkeys(reading.notes)))
+    return Script(reading.commands, [reading.restored(note) for note in dict.fromkeys(reading.notes)])
 
 
 def _without_documents(text: str, variables: dict[str, str]) -> str:
@@ -156,8 +163,11 @@ def _without_comment(match: re.Match[str]) -> str:
 class _Reading:
     """Interprets the lines of a script; holds its variables and commands."""
 
-    def __init__(self) -> None:
-        self.variables: dict[str, str] = {"HOME": os.path.expanduser("~")}
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.variables: dict[str, str] = {"HOME": os.path.expanduser("~"), "0": str(place)}
+        self.kept: list[str] = []
+        """Command substitutions that stay as written."""
         self.commands: list[list[str]] = []
         self.notes: list[str] = []
         self.depth = 0
@@ -168,22 +178,65 @@ class _Reading:
         self.depth += (first in _OPENS) - (first in _CLOSES)
         if not line or first in _OPENS | _CLOSES | {"then", "else", "elif", "do", "}", "{"}:
             return
+        line = _SUBSTITUTION.sub(self._substituted, line.replace("${BASH_SOURCE[0]}", "$0"))
         assigned = _ASSIGNMENT.fullmatch(line)
         if assigned and self._is_one_word(assigned["value"]):
             self._assign(assigned["name"], assigned["value"], bool(assigned["more"]))
             return
-        words = shlex.split(self.expanded(line))
+        words = [self.restored(word) for word in shlex.split(self.expanded(line))]
         self.commands.append([word for word in words if word not in ("\\", "&")])
+        for shell, option, text in zip(words, words[1:], words[2:], strict=False):
+            if re.search(r"(^|/)(ba)?sh$", shell) and re.fullmatch(r"-l?c", option):
+                self.commands += read_script(text, str(self.place)).commands
+
+    def restored(self, word: str) -> str:
+        """Return a word with its command substitutions as written."""
+        return _KEPT.sub(lambda match: self.kept[int(match[1])], word)
+
+    def _substituted(self, match: re.Match[str]) -> str:
+        """Return the output of a command that only needs the script's path; a mark for any other."""
+        command = match["command"] if match["command"] is not None else match["old"]
+        if command is None:  # single quotes
+            return match.group()
+        inner = _SUBSTITUTION.sub(self._substituted, command)
+        try:
+            words = shlex.split(self.expanded(inner.replace("&&", " && ").replace(";", " && ")))
+        except ValueError:
+            words = []
+        if not _KEPT.search(inner) and (output := self._output([word for word in words if word != "--"])) is not None:
+            return shlex.quote(output)
+        self.kept.append(self.restored(match.group()))
+        return f"\x01{len(self.kept) - 1}\x01"
+
+    def _output(self, words: list[str]) -> str | None:
+        match words:
+            case ["dirname", path]:
+                return os.path.dirname(path) or "."
+            case ["basename", path]:
+                return os.path.basename(path)
+            case ["realpath", path] | ["readlink", "-f", path] | ["cd", path, "&&", "pwd"] if "$" not in path:
+                return os.path.normpath(self._started() / path)
+            case ["pwd"]:
+                return str(self._started())
+        return None
+
+    def _started(self) -> Path:
+        """Return the folder in which the script is started: its repository's root if it lies in one, else its own."""
+        roots = ("pyproject.toml", "setup.py", ".git")
+        root = next((one for one in self.place.parents if any((one / name).exists() for name in roots)), None)
+        folder = root or self.place.parent
+        self.notes.append(f"the script is read as started in {folder}")
+        return folder
 
     def _is_one_word(self, value: str) -> bool:
-        return value.startswith("(") or len(shlex.split(value)) <= 1 or "$(" in value
+        return value.startswith("(") or len(shlex.split(_SUM.sub("0", value))) <= 1
 
     def _assign(self, name: str, value: str, more: bool) -> None:
         array = value.startswith("(")
         if array:
             value = self.expanded(value.strip().removeprefix("(").removesuffix(")").replace("\n", " "))
         else:
-            value = " ".join(shlex.split(self.expanded(value))) if "$(" not in value.replace("$((", "") else value
+            value = " ".join(shlex.split(self.expanded(value)))
         value = re.sub(r"\\\s*\n", " ", value)
         if self.depth and name in self.variables and self.variables[name] != value:
             self.notes.append(f"{name} is set under a condition: the last value, {value!r}, was used")
@@ -232,6 +285,8 @@ class _Reading:
         elif inside is not None and inside["default"]:
             default = inside["rest"].strip("\"'")
             self.notes.append(f"{inside['name']} is an environment variable: its default {default!r} was used")
+            if inside["default"].endswith("="):
+                self.variables[inside["name"]] = self.expanded(default)
             if len(inside["rest"]) > 1 and inside["rest"][0] == inside["rest"][-1] == '"':  # quotes within are text
                 return _VARIABLE.sub(lambda match: self.value(match.group()), inside["rest"][1:-1])
             return self.expanded(default)
@@ -284,36 +339,80 @@ Settings = dict[str, Any]
 """Dotted key -> value, as given by a file."""
 
 
-def read_hydra(path: Path) -> tuple[Settings, list[str]]:
+def read_hydra(path: Path, named: Sequence[str] = ()) -> tuple[Settings, list[str], str]:
     """Read a Hydra config: a YAML file, or the `key=value` words of the script's command that has the most of them.
 
+    Args:
+        named: names of `--config-name` that are the library's own configs, so that they are not read.
+
     Returns:
-        The keys, and notes on what the file alone does not say.
+        The keys, notes on what the file alone does not say, and the program of the command, "" for a YAML file.
 
     Raises:
-        ConfigError: it cannot be read, or has no such words.
+        ConfigError: it cannot be read, has no such words, or the config of `--config-name` is not there.
     """
     if path.suffix in (".yaml", ".yml"):
         settings = _resolved(flat(read_yaml(path)))
-        return settings, [
-            f"{key}={value} was copied as written" for key, value in settings.items() if "${" in str(value)
-        ]
+        notes = [f"{key}={value} was copied as written" for key, value in settings.items() if "${" in str(value)]
+        return settings, notes, ""
     script = read_script(text_of(path), str(path))
     commands = [(settings, words) for words in script.commands if (settings := dict(_hydra_words(words)))]
     if not commands:
-        raise ConfigError(f"{path}: no command with key=value in it")
+        raise ConfigError(f"{path}: no command with key=value in it{_elsewhere(script)}")
     settings, command = max(commands, key=lambda one: len(one[0]))
-    bases = re.findall(r"--config-name[= ](\S+)", " ".join(command))
-    notes = [
-        f"--config-name={name} may have other defaults; they were not read" for name in bases if name != "ppo_trainer"
-    ]
-    return _resolved(settings), [*script.notes, *notes, *_left_out(path, len(commands))]
+    base = _base(path, command, named)
+    return _resolved(base | settings), [*script.notes, *_left_out(path, len(commands))], program_of(command)
+
+
+def program_of(command: Sequence[str]) -> str:
+    """Return the module or file that a command starts: the word after `-m`, else the first `.py`; "" if it has none."""
+    after = [word for before, word in pairwise(command) if before == "-m"]
+    files = [word for word in command if word.endswith(".py") and "=" not in word]
+    return (after or files or [""])[0]
+
+
+def _base(path: Path, command: Sequence[str], named: Sequence[str]) -> Settings:
+    """Return the keys of the config of `--config-name`; empty for the library's own configs."""
+    flags = {option: value for word, after in pairwise([*command, ""]) for option, value in _option(word, after)}
+    name = flags.get("config-name", "").removesuffix(".yaml")
+    if name in ("", *named):
+        return {}
+    folder = flags.get("config-path", "")
+    own = path.resolve().parent
+    inside = Path(folder).relative_to(own) if folder and Path(folder).is_relative_to(own) else Path(folder)
+    places = [parent / inside for parent in path.resolve().parents] + [Path(folder)]
+    config = next((place / f"{name}.yaml" for place in places if (place / f"{name}.yaml").is_file()), None)
+    if config is None:
+        raise ConfigError(
+            f"{path}: --config-name={name} is not there (--config-path={folder or 'not set'}), and it sets what is "
+            "trained: put it where the script finds it"
+        )
+    tree = read_yaml(config)
+    parts = [part for part in tree.get("defaults") or [] if part not in ("_self_", *named)]
+    if parts:
+        raise ConfigError(f"{config}: defaults: {parts} are configs of their own, which are not read: write their keys")
+    return flat({key: value for key, value in tree.items() if key not in ("defaults", "hydra")})
+
+
+def _option(word: str, after: str) -> Iterator[tuple[str, str]]:
+    """Yield (option, value) of `--config-name=X`, `--config-name X` and so on."""
+    if option := re.fullmatch(r"--(config-name|config-path|config-dir)(?:=(.*))?", word):
+        yield option[1].replace("dir", "path"), after if option[2] is None else option[2]
+
+
+def _elsewhere(script: Script) -> str:
+    """Name the script that another one reads, for an error."""
+    read = [words[1] for words in script.commands if words[0] in ("source", ".") and len(words) > 1]
+    return f"; it reads {read[-1]}: import that one" if read else ""
 
 
 def _hydra_words(command: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    for word in command:
-        key = re.match(r"[+~]*([A-Za-z_]\w*(?:\.\w+)+)=", word)
-        if key:
+    program = program_of(command)
+    start = command.index(program) if program else len(command)
+    for place, word in enumerate(command):
+        dotted = r"(?:\.\w+)*" if place > start else r"(?:\.\w+)+"  # before it, NAME=value sets the environment
+        key = re.match(rf"[+~]*([A-Za-z_]\w*{dotted})=", word)
+        if key and not word.startswith("--"):
             yield key[1], _value(word[key.end() :])
 
 
@@ -337,8 +436,8 @@ def _resolved(settings: Settings) -> Settings:
 
 def read_flags(
     path: Path, program: str, called: str, pattern: str | None = None
-) -> tuple[Settings, list[str], Mapping[str, Any], str]:
-    """Read `--flag value` words from a script's command, or flags from a YAML file.
+) -> tuple[Settings, list[str], Mapping[str, Any], list[str]]:
+    """Read `--flag value` words from a script's command.
 
     Args:
         program: regular expression of the word after which the library's flags follow.
@@ -346,14 +445,11 @@ def read_flags(
         pattern: regular expression that a command has to match.
 
     Returns:
-        The flags, notes on what the file alone does not say, the launcher's flags before `program`, and the word that
-        matched `program`.
+        The flags, notes on what the file alone does not say, the launcher's flags before `program`, and the words from
+        the one that matched `program`.
     """
-    if path.suffix in (".yaml", ".yml"):
-        tree = read_yaml(path)
-        return {key: scalar(value) if isinstance(value, str) else value for key, value in tree.items()}, [], {}, ""
     script = read_script(text_of(path), str(path))
-    commands: list[tuple[Settings, Mapping[str, Any], str]] = []
+    commands: list[tuple[Settings, Mapping[str, Any], list[str]]] = []
     for command in script.commands:
         start = next((i for i, word in enumerate(command) if re.search(program, word)), None)
         if start is not None and command[start + 1 : start + 2] == ["vllm-serve"]:  # an inference server, not training
@@ -361,15 +457,20 @@ def read_flags(
         if pattern is not None and not re.search(pattern, " ".join(command)):
             continue
         if start is not None and (settings := dict(flag_words(command[start + 1 :]))):
-            commands.append((settings, dict(flag_words(command[:start])), command[start]))
+            commands.append((settings, dict(flag_words(command[:start])), command[start:]))
     if not commands:
-        raise ConfigError(f"{path}: no command with --flags of {called}")
-    flags, launcher, word = max(reversed(commands), key=lambda one: len(one[0]))
-    return flags, [*script.notes, *_left_out(path, len(commands))], launcher, word
+        raise ConfigError(f"{path}: no command with --flags of {called}{_elsewhere(script)}")
+    flags, launcher, words = max(reversed(commands), key=lambda one: len(one[0]))
+    return flags, [*script.notes, *_left_out(path, len(commands))], launcher, words
 
 
 def _left_out(path: Path, commands: int) -> list[str]:
     return [f"{path.name} has {commands} such commands; the one with the most keys was used"] if commands > 1 else []
+
+
+def flat_yaml(path: Path) -> Settings:
+    """Read a YAML file of flags; texts are parsed as scalars."""
+    return {key: scalar(value) if isinstance(value, str) else value for key, value in read_yaml(path).items()}
 
 
 def flag_words(words: Sequence[str]) -> Iterator[tuple[str, Any]]:

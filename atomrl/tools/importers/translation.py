@@ -58,8 +58,6 @@ class Translation:
 
     def __init__(self, library: str, settings: Settings, defaults: Mapping[str, Any], path: Path | None = None) -> None:
         self.library, self.path = library, path
-        self.places: dict[str, str] = {}
-        """Key -> file and line, for a Python script."""
         self.sources: dict[str, list[str]] = {}
         """Our key -> their keys from which it was made."""
         self.settings, self.defaults = settings, defaults
@@ -76,8 +74,8 @@ class Translation:
         self.gpus: tuple[int, str] | None = None
         """Number of GPUs, and the setting that says so; None if the script does not say."""
         self.machines = 1
-        self.rows_are_put = False
-        """True if `data.train` was already written, from the rows of a Python script."""
+        self.version = library
+        """Name and version of the library whose defaults are written out."""
         self.reasons: dict[str, str] = {}
         """Key, or prefix of keys (ends in a dot or underscore) -> reason why it has no counterpart."""
         self._left: list[str] = []
@@ -100,15 +98,10 @@ class Translation:
         return f"{place}: {self.library}'s {name}" if place else f"{self.library}'s {name}"
 
     def place(self, name: str) -> str:
-        """Return file and line of a key; without a line if several contain it, "" for a default of the library.
-
-        For a Python script they come from `places`; for flags and YAML the line with the key is searched.
-        """
+        """Return file and line of a key; without a line if several contain it, "" for a default of the library."""
         name = name if name in self.settings else name.partition(".")[0]
         if name not in self.settings or self.path is None:
             return ""
-        if name in self.places or self.path.suffix == ".py":
-            return self.places.get(name, str(self.path))
         for word in (name, name.rpartition(".")[2]):
             pattern = rf"^[^#]*(?<![\w.-])(--)?\+*{re.escape(word).replace('_', '[-_]')}(?![\w.-])"
             lines = text_of(self.path).splitlines()
@@ -289,8 +282,9 @@ class Translation:
 
     @property
     def unread(self) -> list[str]:
-        """Set keys that were not read and for which there is no reason."""
-        return [name for name in self.settings if name not in self._read and self.reason(name) is None]
+        """Set keys that were not read, that have no default, and for which there is no reason."""
+        known = self._read | self.defaults.keys()
+        return [name for name in self.settings if name not in known and self.reason(name) is None]
 
     def reason(self, name: str) -> str | None:
         """Return why a key has no counterpart; None for an unknown key."""
@@ -299,13 +293,21 @@ class Translation:
 
     @property
     def without_counterpart(self) -> list[str]:
-        """Set keys that were not translated, with the reason."""
+        """Set keys that are in no other list, with the reason."""
+        said = "\n".join([*self.carried, *self.approximated, *self.differences, *self.to_do, *self._left])
         lines = list(self._left)
         for name, value in self.settings.items():
-            if name not in self._read:
-                reason = self.reason(name)
-                lines.append(f"{name}={value} ({reason or f'not a key of {self.library} known to AtomRL'})")
+            if not re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", said):
+                lines.append(f"{name}={value} ({self.reason(name) or 'no effect with the other settings of the file'})")
         return lines
+
+    def leave_unknown(self) -> None:
+        """Leave each key that is neither read nor known to the user: it may affect the training."""
+        for name in self.unread:
+            self.to_do.append(
+                f"{name}={self.settings[name]}: not a key of {self.library} that AtomRL knows; it was not translated"
+            )
+            self._read.add(name)
 
 
 # --------------------------------------------------------------------------------------------------------------------

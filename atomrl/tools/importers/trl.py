@@ -1,25 +1,22 @@
-"""Translate TRL's configs: a Python script with a trainer, YAML for `trl dpo --config`, a shell script with flags."""
+"""Translate TRL's configs: YAML for `trl dpo --config`, and shell scripts with TRL's own command line."""
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from atomrl.common.errors import did_you_mean
 from atomrl.config import ConfigError, read_yaml
 from atomrl.tools.importers import trl_arguments as trl_shared
-from atomrl.tools.importers.python_script import PythonScript
-from atomrl.tools.importers.sources import Settings, flag_words, read_flags, read_script, text_of
+from atomrl.tools.importers.sources import Settings, flat_yaml, read_flags, read_script, text_of
 from atomrl.tools.importers.translation import Moves, Translation, put_gpus
 from atomrl.tools.importers.trl_arguments import (
     put_rewards,
-    put_rows,
     put_steps,
     translate_objective,
     translate_rloo_objective,
 )
-from atomrl.tools.importers.trl_script import ScriptArguments, ScriptReader, trainers_in
 
 # --------------------------------------------------------------------------------------------------------------------
 # GRPO and RLOO. Their batch sizes count completions per process, and their steps are optimizer steps.
@@ -70,6 +67,10 @@ MOVES: Moves = {
     "train.rows_per_micro_batch": ("per_device_train_batch_size", int),
     "eval.samples_per_prompt": ("num_generations_eval", int),
 }
+
+
+class BatchSizeError(ConfigError):
+    """Batch sizes that do not fit together on this number of processes."""
 
 
 def translate_grpo(t: Translation, processes: int) -> None:
@@ -130,7 +131,7 @@ def _grpo_batches(t: Translation, processes: int) -> None:
     else:
         generated = t.count("generation_batch_size")
     if generated % n or generated % per_update:
-        raise ConfigError(
+        raise BatchSizeError(
             f"{t.named('per_device_train_batch_size')}={each}: a generation has {generated} completions, not a "
             f"multiple of num_generations={n} and of the {per_update} completions of an optimizer step ({each} x "
             f"{processes} processes x gradient_accumulation_steps={accumulated}); set their number with --processes N"
@@ -169,7 +170,7 @@ def flag_rewards(t: Translation) -> list[dict[str, Any]]:
     names = [functions] if isinstance(functions, str) else list(functions or [])
     rewards: list[dict[str, Any]] = [{"model": str(model)}] if model else []
     for name in names:
-        if "/" in name:
+        if "/" in str(name):
             rewards.append({"model": name})
         elif "." in name:
             rewards.append({"path": name})
@@ -189,6 +190,7 @@ SFT_DEFAULTS: Settings = {
     "packing": False,
 }
 DPO_DEFAULTS: Settings = {
+    "disable_dropout": True,
     "learning_rate": 1e-6,
     "max_length": 1024,
     "loss_type": ["sigmoid"],
@@ -200,7 +202,39 @@ DPO_DEFAULTS: Settings = {
     "use_weighting": False,
     "sync_ref_model": False,
 }
-REWARD_DEFAULTS: Settings = {"learning_rate": 1e-4, "max_length": 1024}
+KTO_DEFAULTS: Settings = {
+    "disable_dropout": True,
+    "learning_rate": 1e-6,
+    "max_length": 1024,
+    "loss_type": "kto",
+    "beta": 0.1,
+    "desirable_weight": 1.0,
+    "undesirable_weight": 1.0,
+}
+ORPO_DEFAULTS: Settings = {"disable_dropout": True, "learning_rate": 1e-6, "max_length": 1024, "beta": 0.1}
+CPO_DEFAULTS: Settings = {
+    "disable_dropout": True,
+    "learning_rate": 1e-6,
+    "max_length": 1024,
+    "loss_type": "sigmoid",
+    "beta": 0.1,
+    "label_smoothing": 0.0,
+    "cpo_alpha": 1.0,
+    "simpo_gamma": 0.5,
+}
+ONLINE_DPO_DEFAULTS: Settings = {
+    "disable_dropout": True,
+    "learning_rate": 5e-7,
+    "max_length": 512,
+    "max_new_tokens": 64,
+    "temperature": 0.9,
+    "top_p": 1.0,
+    "top_k": 0,
+    "loss_type": "sigmoid",
+    "beta": [0.1],
+    "use_vllm": False,
+}
+REWARD_DEFAULTS: Settings = {"disable_dropout": True, "learning_rate": 1e-4, "max_length": 1024}
 
 LOSSES = {
     "sigmoid": "sigmoid",
@@ -227,21 +261,14 @@ def translate_sft(t: Translation, processes: int) -> None:
     """Translate SFT's own arguments."""
     if (loss := t("loss_type")) not in ("nll", "chunked_nll", None):
         raise t.refuse("loss_type", loss, "every token has the same weight here")
-    if t("completion_only_loss") is not None and not t.flag("completion_only_loss"):
-        raise t.refuse("completion_only_loss", False, "only assistant messages are trained on")
-    if "sft" not in t.tree:  # a Python script may rename the column
-        t.put("sft.completion_field", "completion")
+    t.put("sft.completion_field", "completion")
     t.name_of(["loss_type", "completion_only_loss"])
-    if not t.flag("assistant_only_loss"):
-        t.differ(
-            "tokens of rows with messages that are trained (assistant_only_loss=False)",
-            "those of all roles",
-            "those of the assistant; rows with prompt and completion are the same",
-        )
-    if t.is_set("dataset_text_field"):
+    everything = t("completion_only_loss") is not None and not t.flag("completion_only_loss")
+    tokens = "all" if everything else "completions" if t.flag("assistant_only_loss") else "conversations"
+    t.put("sft.train_on", tokens, "assistant_only_loss", "completion_only_loss")
+    if t("dataset_text_field") not in (None, "text"):
         t.to_do.append(
-            f"dataset_text_field={t('dataset_text_field')}: to train on plain text, use a config with the section "
-            "`pretrain` (docs/guides/pretraining.md)"
+            f"dataset_text_field={t('dataset_text_field')}: a row of text has the column `text` here: rename it"
         )
     if t.flag("packing"):
         t.differ(
@@ -265,6 +292,86 @@ def translate_dpo(t: Translation, processes: int) -> None:
     _losses(t)
     _batches(t, processes, rows_of_one=2)
     _lengths(t, "truncated")
+
+
+def translate_kto(t: Translation, processes: int) -> None:
+    """Translate the arguments of KTO and its variants, which train on completions with labels."""
+    t.refuse_set({"precompute_ref_log_probs": "the reference's log-probs are computed in each step"})
+    kind = t.choice("loss_type", t("loss_type"), {"kto": "kto", "bco": "bco", "apo_zero_unpaired": "apo_zero_unpaired"})
+    t.put("algorithm.name", kind, "loss_type")
+    t.put("algorithm.loss", [{"type": kind, "beta": t.number("beta")}], "beta")
+    for name in ("desirable_weight", "undesirable_weight"):
+        if kind != "bco":
+            t.put("algorithm.loss", [{**_only_loss(t), name: t.number(name)}], name)
+        elif t.number(name) != 1:
+            raise t.refuse(name, t(name), "bco has no weights")
+    if kind == "kto":
+        t.differ("KTO's reference point z_0", "from the completions of a forward pass", "from those of the step")
+    _batches(t, processes, rows_of_one=2)
+    _lengths(t, "truncated")
+
+
+def _only_loss(t: Translation) -> dict[str, Any]:
+    loss = t.tree["algorithm"]["loss"]
+    return dict(loss[0] if isinstance(loss, list) else loss)
+
+
+def translate_orpo(t: Translation, processes: int) -> None:
+    """Translate ORPO's own arguments."""
+    t.put("algorithm.name", "orpo")
+    t.put("algorithm.loss", [{"type": "odds_ratio", "beta": t.number("beta")}], "beta")
+    t.differ("likelihood of the chosen row", "of prompt and completion", "of the completion")
+    _batches(t, processes, rows_of_one=2)
+    _lengths(t, "truncated")
+
+
+def translate_cpo(t: Translation, processes: int) -> None:
+    """Translate the arguments of CPO and SimPO."""
+    t.refuse_set({"alpha": "AlphaPO is algorithm.score.shape: set it in a config"})
+    kind, beta = t("loss_type"), t.number("beta")
+    t.put("algorithm.name", "cpo")
+    loss: dict[str, Any] = {
+        "type": t.choice("loss_type", kind, {"sigmoid": "sigmoid", "simpo": "sigmoid", "hinge": "hinge", "ipo": "ipo"})
+    }
+    loss |= {"beta": beta}
+    if loss["type"] == "sigmoid":
+        loss |= {"label_smoothing": t.number("label_smoothing")}
+    if kind == "simpo":
+        loss |= {"target_margin": t.number("simpo_gamma")}
+    t.name_of(["simpo_gamma", "label_smoothing"])
+    t.put("algorithm.loss", [loss], "loss_type", "beta", "label_smoothing", "simpo_gamma")
+    t.put("algorithm.score", {"type": "logprob", "length_normalised": kind in ("simpo", "ipo")}, "loss_type")
+    likelihood = t.number("cpo_alpha")
+    t.put("algorithm.nll", {"coefficient": likelihood} if likelihood else None, "cpo_alpha")
+    _batches(t, processes, rows_of_one=2)
+    _lengths(t, "truncated")
+
+
+def translate_online_dpo(t: Translation, processes: int) -> None:
+    """Translate the arguments of online DPO: pairs of the policy's own completions, ranked by a reward."""
+    t.refuse_set({"judge": "completions are ranked by reward_funcs", "missing_eos_penalty": "give a reward function"})
+    t.put("algorithm.name", "online_dpo")
+    kind = t.choice("loss_type", t("loss_type"), {"sigmoid": "sigmoid", "ipo": "ipo"})
+    beta = t("beta")[0] if isinstance(t("beta"), list | tuple) and len(t("beta")) == 1 else t.number("beta")
+    t.put("algorithm.loss", [{"type": kind, "beta": float(beta)}], "loss_type", "beta")
+    t.move(
+        {
+            "rollout.temperature": ("temperature", float),
+            "rollout.top_p": ("top_p", float),
+            "rollout.top_k": ("top_k", lambda k: max(0, int(k))),
+            "rollout.max_completion_tokens": ("max_new_tokens", int),
+        }
+    )
+    _sampling(t)
+    prompts = t.count("per_device_train_batch_size") * processes * t.count("gradient_accumulation_steps")
+    t.put("rollout.prompts_per_step", prompts, "per_device_train_batch_size", "gradient_accumulation_steps")
+    t.put("rollout.completions_per_prompt", 2, because="a pair")
+    t.put("data.max_prompt_tokens", max(1, t.count("max_length") - t.count("max_new_tokens")), "max_length")
+    t.put("data.answer_field", None)
+    t.name_of(["use_vllm", "num_generations", "max_completion_length", "num_iterations", "shuffle_dataset", "epsilon"])
+    t.put_engine("use_vllm") if t.flag("use_vllm") else t.put("rollout.engine", "auto", "use_vllm")
+    put_steps(t, updates=1)
+    t.differ("pairs with equal rewards", "trained, in random order", "replaced by other prompts' pairs")
 
 
 def translate_reward(t: Translation, processes: int) -> None:
@@ -308,17 +415,18 @@ def _batches(t: Translation, processes: int, rows_of_one: int) -> None:
 
 
 def _lengths(t: Translation, overlong: str) -> None:
-    length = None if t("max_length") is None else t.integer("max_length")
+    given = str(t.name_of(["max_length", "max_seq_length"]))  # max_seq_length: SFT before TRL 0.20
+    length = None if t(given) is None else t.integer(given)
     mode = t("truncation_mode")
     if length is None:
-        t.put("data.max_prompt_tokens", NO_LIMIT, "max_length", because="no limit except the model's context")
+        t.put("data.max_prompt_tokens", NO_LIMIT, given, because="no limit except the model's context")
         return
     if mode == "keep_end":
         raise t.refuse("truncation_mode", mode, "rows are truncated at the end")
-    t.put("train.max_row_tokens", length, "max_length", "truncation_mode")
+    t.put("train.max_row_tokens", length, given, "truncation_mode")
     if overlong == "dropped":
         t.differ(f"rows over {length} tokens", "dropped", "truncated")
-    t.put("data.max_prompt_tokens", length - 1, "max_length")  # of a longer prompt nothing is left to train on
+    t.put("data.max_prompt_tokens", length - 1, given)  # of a longer prompt nothing is left to train on
     if t("max_prompt_length") is not None:
         t.put(
             "data.max_prompt_tokens",
@@ -392,24 +500,30 @@ TRAINERS: Mapping[str, Trainer] = {
     }), samples=True),
     "sft": Trainer("SFT", SFT_DEFAULTS, translate_sft, frozenset({
         "packing", "packing_strategy", "eval_packing", "completion_only_loss", "assistant_only_loss",
-        "dataset_text_field",
+        "dataset_text_field", "max_seq_length",
     })),
     "dpo": Trainer("DPO", DPO_DEFAULTS, translate_dpo, frozenset({
         "loss_weights", "ld_alpha", "f_divergence_type", "precompute_ref_log_probs", "use_weighting", "discopop_tau",
         "label_smoothing",
     })),
+    "kto": Trainer("KTO", KTO_DEFAULTS, translate_kto, frozenset({"desirable_weight", "undesirable_weight"})),
+    "orpo": Trainer("ORPO", ORPO_DEFAULTS, translate_orpo, frozenset()),
+    "cpo": Trainer("CPO", CPO_DEFAULTS, translate_cpo, frozenset({"cpo_alpha", "simpo_gamma"})),
+    "online_dpo": Trainer("OnlineDPO", ONLINE_DPO_DEFAULTS, translate_online_dpo, frozenset({
+        "missing_eos_penalty", "max_new_tokens",
+    }), samples=True),
     "reward": Trainer("Reward", REWARD_DEFAULTS, translate_reward, frozenset({
         "center_rewards_coefficient",
     })),
 }  # fmt: skip
-PROGRAM = r"(^|/)trl$|\.py$|^trl\."
-OWN = r"trl/scripts/\w+\.py$|examples/scripts/\w+\.py$"
-"""TRL's own scripts; they only have TRL's flags."""
+PROGRAM = r"(^|/)trl$|^trl\.|\.py$"
+OWN = r"(?:.*/)?trl/scripts/(\w+)\.py|trl\.scripts\.(\w+)|(?:.*/)?examples/scripts/(sft|dpo)\.py"
+"""TRL's own programs, which have only TRL's flags; its examples `sft.py` and `dpo.py` only call them."""
 SAMPLING = frozenset({
     "num_generations", "reward_funcs", "max_completion_length", "num_iterations", "epsilon", "generation_batch_size",
     "steps_per_generation", "use_vllm",
 })  # fmt: skip
-"""Keys of GRPO and RLOO: with one of these alone it is GRPO."""
+"""Keys of GRPO and RLOO, which GRPO alone has unless a key of RLOO is there too."""
 OF_ALL = frozenset({
     "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "datasets", "model_name_or_path",
     "data_files", "reward_funcs", "reward_model_name_or_path", "reward_weights", "report_to", "output_dir",
@@ -417,6 +531,19 @@ OF_ALL = frozenset({
     "max_steps", "warmup_ratio", "eval_steps", "lora_target_modules", "use_rslora", "save_strategy",
     "max_prompt_length",
 })  # fmt: skip
+
+
+VERSION = "TRL 1.16"
+"""The version whose defaults the tables hold."""
+SIGNS_OF_OLD = (
+    "torch_dtype", "max_seq_length", "max_prompt_length", "vllm_device", "tokenizer_name_or_path", "use_liger",
+)  # fmt: skip
+"""Keys that `VERSION` no longer has."""
+OLD_DEFAULTS: Mapping[str, Settings] = {
+    "grpo": {"beta": 0.04, "temperature": 0.9, "max_completion_length": 256, "loss_type": "grpo", "bf16": False},
+    **{kind: {"bf16": False} for kind in ("rloo", "sft", "dpo", "reward")},
+}
+"""Defaults of TRL 0.14 that affect the training and have changed since."""
 
 
 @dataclass
@@ -429,141 +556,190 @@ class Reading:
     processes: int | None
     processes_from: str
     """The setting that gives the number of processes."""
-    script: ScriptArguments | None = None
-    flags: Settings = field(default_factory=dict)
-    """Flags of a script's command line."""
-    own_flags: bool = False
-    """True if the script may have flags of its own, which TRL does not know."""
 
 
-def translate(
-    path: Path, out: Path, processes: int | None = None, trainer: str | None = None, command: list[str] | None = None
-) -> Translation:
+def translate(path: Path, out: Path, processes: int | None = None, trainer: str | None = None) -> Translation:
     """Translate a TRL file.
 
     Args:
         out: path of the config.
         processes: number of processes, if the file does not say it.
         trainer: a key of `TRAINERS`, if the file does not say it.
-        command: flags with which a Python file is started.
     """
-    reading = _read(path, trainer, command, out)
+    reading = _read(path, trainer)
     which = TRAINERS[reading.kind]
     t = Translation("TRL", reading.settings, {**trl_shared.DEFAULTS, **which.defaults}, path)
-    t.places = reading.script.places if reading.script else {}
+    t.version = VERSION
     if (count := processes or reading.processes) is not None:
         put_gpus(t, count, f"--processes {processes}" if processes else reading.processes_from)
     elif path.suffix != ".sh":
         t.approximate("the file does not set the number of processes: 1 was used; set it with --processes N")
-    script = reading.script
-    if script is not None:
-        put_rows(t, script, reading.kind, out)
+    t.reasons |= RECIPE_KEYS
     trl_shared.translate_shared(t, path)
+    _recipe(t, out)
     which.translate(t, count or 1)
     if which.samples:
-        rewards = script if script is not None and script.rewards else ScriptArguments(rewards=flag_rewards(t))
-        put_rewards(t, rewards, out)
-    for note in [*reading.notes, *(script.lines if script else [])]:
+        put_rewards(t, flag_rewards(t), out)
+    _text_prompts(t)
+    _older(t, reading.kind)
+    for note in reading.notes:
         t.approximate(note)
-    if script is not None:
-        t.to_do += script.to_do
-        for name, why in script.left.items():
-            t.leave_text(name, why)
-    _check_names(t, path, reading)
+    _check_names(t, path, which)
     if "path" not in t.tree.get("model", {}):
-        made = f"give {which.called}Trainer(model=...)" if path.suffix == ".py" else "give --model_name_or_path"
-        raise ConfigError(f"{path} has no model: {made}")
+        raise ConfigError(f"{path} has no model: give --model_name_or_path")
     return t
 
 
-def _check_names(t: Translation, path: Path, reading: Reading) -> None:
-    """Refuse an argument that TRL does not have; report it if the script may have flags of its own."""
-    if reading.script is not None:
-        t.name_of(reading.script.used)
-        for name in reading.flags.keys() - reading.script.used - t.settings.keys():
-            t.to_do.append(f"--{name}={reading.flags[name]}: its use in the script is not translated")
+def _text_prompts(t: Translation) -> None:
+    """Use text as it is, unless a template was set: TRL renders messages alone."""
+    if "chat_template" not in t.tree.get("data", {}):
+        t.put("data.chat_template", "messages_only")
+
+
+def _older(t: Translation, kind: str) -> None:
+    """Report defaults that have changed, if the file has keys of an older TRL."""
+    if signs := [name for name in SIGNS_OF_OLD if name in t.settings]:
+        for name, value in OLD_DEFAULTS[kind].items():
+            if name not in t.settings:
+                t.differ(
+                    f"default of {name}, which the file does not set ({signs[0]} is a key of an older TRL)",
+                    f"0.14 {value}",
+                    f"{t.defaults.get(name)}, of {VERSION}",
+                )
+
+
+RECIPE_KEYS: Mapping[str, str] = {
+    **dict.fromkeys((
+        "benchmarks", "callbacks", "hub_model_revision", "overwrite_hub_revision", "push_to_hub_revision",
+    ), trl_shared.UPLOAD),
+    **dict.fromkeys(("wandb_entity", "wandb_run_group"), trl_shared.LOGGING),
+}  # fmt: skip
+"""Keys that recipes of open-r1 and alignment-handbook add, and that do not affect what is trained."""
+
+
+def _recipe(t: Translation, out: Path) -> None:
+    """Translate keys that recipes of open-r1 and alignment-handbook add to TRL's."""
+    t.move({"data.prompt_field": ("dataset_prompt_column", str), "data.system_prompt": ("system_prompt", str)})
+    t.move({"tracking.wandb_project": ("wandb_project", str)})
+    if (template := t("chat_template")) is not None:
+        if "{" not in str(template):
+            raise t.refuse("chat_template", template, trl_shared.TEMPLATE)
+        name = f"{out.stem}.jinja"
+        t.files[name] = str(template)
+        t.put("data.chat_template", str(out.parent / name), because="the template is written to that file")
+        t.carried.append(f"chat_template -> data.chat_template: {name}")
+    mixture = t.mapping("dataset_mixture")
+    for name in mixture.keys() - {"datasets", "seed", "test_split_size"}:
+        raise t.refuse(f"dataset_mixture.{name}", mixture[name], "supported: datasets, seed, test_split_size")
+    if mixture.get("test_split_size"):
+        t.to_do.append(
+            f"dataset_mixture.test_split_size={mixture['test_split_size']}: rows are not split here, all of them are "
+            "trained: write the two parts to files, and set data.train and data.eval"
+        )
+
+
+def _check_names(t: Translation, path: Path, which: Trainer) -> None:
+    """Refuse an argument that TRL does not have."""
     known = sorted({*t.read_keys, *t.reasons, *t.defaults, *OF_ALL})
-    called = f"{TRAINERS[reading.kind].called}Config"
     for name in t.unread:
-        if name in OF_ALL:
-            t.leave(name, "not used here")
-        elif reading.own_flags:
-            t.to_do.append(f"--{name}={t.settings[name]} is the script's own flag: its use is not translated")
-            t.leave(name, "the script's own flag")
-        else:
-            place = reading.script.places.get(name, path) if reading.script else path
-            raise ConfigError(f"{place}: {called} of TRL has no argument {name!r}; {did_you_mean(name, known)}")
+        if name not in OF_ALL:
+            hint = did_you_mean(name, known)
+            raise ConfigError(f"{t.place(name) or path}: {which.called}Config of TRL has no argument {name!r}; {hint}")
+        t.leave(name, "not used here")
 
 
-def _read(path: Path, trainer: str | None, command: list[str] | None, out: Path) -> Reading:
-    if path.suffix == ".py":
-        flags = {key.replace("-", "_"): value for key, value in flag_words(command)} if command else None
-        return _read_python(path, trainer, flags, out)
-    wanted = rf"\btrl {trainer}\b|\b{trainer}\.py\b|trl\.scripts\.{trainer}\b" if trainer else None
-    if path.suffix not in (".yaml", ".yml") and len(_trainers_of(path)) < 2:
-        wanted = None
-    flags, notes, launcher, program = read_flags(path, PROGRAM, "trl, or of a Python file", wanted)
-    settings = {key.replace("-", "_"): value for key, value in flags.items()}
-    for name in [name for name, value in settings.items() if name.startswith("no_") and value is True]:
-        settings[name.removeprefix("no_")] = not settings.pop(name)  # as argparse has it for what is on by default
-    if "config" in settings:
-        notes = [*notes, f"--config {settings.pop('config')} was not read; import it separately"]
+def _read(path: Path, trainer: str | None) -> Reading:
+    if path.suffix in (".yaml", ".yml"):
+        settings, notes, launched, named = flat_yaml(path), list[str](), {}, trainer
+    else:
+        wanted = rf"\btrl {trainer}\b|\b{trainer}\.py\b|trl\.scripts\.{trainer}\b" if trainer else None
+        settings, notes, launched, words = read_flags(path, PROGRAM, "trl", wanted)
+        if len(all_there := _trainers_of(path)) > 1 and trainer is None:
+            raise ConfigError(f"{path} calls {', '.join(all_there)} of TRL: set --trainer {'|'.join(all_there)}")
+        settings = {key.replace("-", "_"): value for key, value in settings.items()}
+        named = _trainer_of(path, words)
+        for name in [name for name, value in settings.items() if name.startswith("no_") and value is True]:
+            settings[name.removeprefix("no_")] = not settings.pop(name)  # as argparse has it for what is on by default
+        settings = _with_config(path, settings)
     settings.pop("env", None)
-    launched = {key.replace("-", "_"): value for key, value in launcher.items()}
+    launched = {key.replace("-", "_"): value for key, value in launched.items()}
     setting = path.parent / str(launched.get("config_file", ""))
     if setting.suffix in (".yaml", ".yml") and setting.is_file():  # of accelerate
         launched = {**read_yaml(setting), **launched}
     processes, origin = _processes(launched | settings, settings)
-    beside = path.parent / program
-    if program.endswith(".py") and beside.is_file() and not re.search(OWN, str(beside.resolve())):
-        reading = _read_python(beside, trainer, settings, out)
-        reading.notes += notes
-        reading.processes, reading.processes_from = processes, origin
-        return reading
-    named = set() if path.suffix in (".yaml", ".yml") else _trainers_of(path)
-    named = named or {name for name, one in TRAINERS.items() if one.marks & settings.keys()}
-    if not named and SAMPLING & settings.keys():
-        named = {"grpo"}
-    own = program.endswith(".py") and Path(program).stem not in TRAINERS
-    if own:
-        notes.append(f"{program} is not next to {path.name}: how it uses its flags was not read")
-    return Reading(_only(path, named, trainer), settings, notes, processes, origin, own_flags=own)
+    if trainer is not None and named not in (None, trainer):
+        raise ConfigError(f"{path} calls TRL's {named}, not --trainer {trainer}")
+    return Reading(named or _inferred(path, settings), settings, notes, processes, origin)
 
 
-def _read_python(path: Path, trainer: str | None, flags: Settings | None, out: Path) -> Reading:
-    script = PythonScript(path, flags)
-    there = trainers_in(script, {kind: one.called for kind, one in TRAINERS.items()})
-    if not there:
-        trainers = ", ".join(f"{one.called}Trainer(...)" for one in TRAINERS.values())
-        raise ConfigError(f"{path} does not call {trainers.replace(', Reward', ' or Reward')}")
-    kind = _only(path, there, trainer)
-    arguments = ScriptReader(script, kind, TRAINERS[kind].called, f"{out.stem}_rewards.py").read()
-    return Reading(kind, arguments.settings, [], None, "", arguments, flags or {}, own_flags=bool(flags))
+def _with_config(path: Path, settings: Settings) -> Settings:
+    """Add the keys of the YAML file of `--config`, which flags override.
+
+    Raises:
+        ConfigError: the file is not there.
+    """
+    if "config" not in settings:
+        return settings
+    name = str(settings.pop("config"))
+    if (config := next((one for one in (path.parent / name, Path(name)) if one.is_file()), None)) is None:
+        raise ConfigError(f"{path}: --config {name} is not there: copy it next to {path.name}")
+    return flat_yaml(config) | settings
 
 
-def _trainers_of(path: Path) -> set[str]:
-    """Return the trainers that a script's commands name: `trl dpo`, `-m trl.scripts.dpo`, `dpo.py`."""
+def _trainer_of(path: Path, words: list[str]) -> str:
+    """Return the trainer of a command: `trl dpo`, `-m trl.scripts.dpo`, `trl/scripts/dpo.py`.
+
+    Raises:
+        ConfigError: it calls another Python file, or a trainer that AtomRL does not have.
+    """
+    program = words[0]
+    if re.search(r"(^|/)trl$", program):
+        kind = words[1] if len(words) > 1 else ""
+    elif own := re.fullmatch(OWN, program):
+        kind = own[1] or own[2] or own[3]
+    else:
+        raise ConfigError(
+            f"{path} calls {program}, a Python file that decides itself what its flags mean: convert it with atomrl "
+            f"run {program} FLAGS --config-out X.yaml; atomrl import reads `trl {'|'.join(TRAINERS)}` and "
+            "trl/scripts/*.py"
+        )
+    if kind not in TRAINERS:
+        raise ConfigError(f"{path}: trl {kind} has no counterpart; supported: trl {', '.join(TRAINERS)}")
+    return kind
+
+
+def _trainers_of(path: Path) -> list[str]:
+    """Return the trainers that a script's commands name, sorted."""
     names = set()
     for words in read_script(text_of(path), str(path)).commands:
         for before, word in zip(["", *words], words, strict=False):
-            named = re.fullmatch(r"(?:.*/)?(\w+)\.py|trl\.scripts\.(\w+)", word)
-            if named or re.search(r"(^|/)trl$", before):
-                names.add((named[1] or named[2]) if named else word)
-    return names & TRAINERS.keys()
+            if own := re.fullmatch(OWN, word):
+                names.add(own[1] or own[2] or own[3])
+            elif re.search(r"(^|/)trl$", before):
+                names.add(word)
+    return sorted(names & TRAINERS.keys())
 
 
-def _only(path: Path, named: set[str], trainer: str | None) -> str:
-    """Return the single trainer of a file.
+def _inferred(path: Path, settings: Settings) -> str:
+    """Return the trainer of a YAML file, by keys that only one trainer has, else by its folder or name.
 
     Raises:
-        ConfigError: there is none, there are several, or it is not the requested one.
+        ConfigError: they name none, several, or one that AtomRL does not have.
     """
-    if trainer is None and len(named) == 1:
-        return next(iter(named))
-    if trainer is None or (named and trainer not in named):
-        problem = f"uses {', '.join(sorted(named))} of TRL" if named else "does not name a trainer of TRL"
+    named = {name for name, one in TRAINERS.items() if one.marks & settings.keys()}
+    if not named and SAMPLING & settings.keys():
+        named = {"grpo"}
+    names = re.split(r"[/_.-]", "/".join(path.resolve().parts[-3:]).lower())
+    if other := next((name for name in OTHER_TRAINERS if name in names), None):
+        raise ConfigError(f"{path} is a config of TRL's {other} by its name; supported: {', '.join(TRAINERS)}")
+    named = named or (TRAINERS.keys() & set(names))
+    if len(named) != 1:
+        problem = f"has keys of {', '.join(sorted(named))} of TRL" if named else "does not name a trainer of TRL"
         raise ConfigError(f"{path} {problem}: set --trainer {'|'.join(sorted(named or TRAINERS))}")
-    return trainer
+    return next(iter(named))
+
+
+OTHER_TRAINERS = ("orpo", "kto", "cpo", "bco", "ppo", "gkd", "xpo", "nash", "prm")
 
 
 def _processes(flags: Settings, own: Settings) -> tuple[int | None, str]:

@@ -1,17 +1,14 @@
 """Translate the arguments that TRL's trainers share: `TrainingArguments`, model, data, objective and rewards."""
 
-import json
 import math
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from atomrl.tools.importers.copied_functions import Rows
+from atomrl.config import ConfigError
 from atomrl.tools.importers.sources import Settings, hub_source
 from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation
-from atomrl.tools.importers.trl_script import ScriptArguments
 
 # --------------------------------------------------------------------------------------------------------------------
 # Arguments that are not translated: irrelevant ones with the reason, and those that are refused if they are on.
@@ -27,7 +24,6 @@ SAVING = "checkpoints have model, optimizer and progress (docs/guides/checkpoint
 EVALUATION = "section eval sets how evaluation computes"
 REFERENCE = "for sync_ref_model, which is off"
 ENTROPY = "for use_adaptive_entropy, which is off"
-DROPOUT = "a model's dropout is always off here"
 PADDING = "rows are packed, without padding"
 
 
@@ -48,7 +44,7 @@ WITHOUT_MEANING: Mapping[str, str] = {
         dataloader_multiprocessing_context remove_unused_columns label_names group_by_length length_column_name
         train_sampling_strategy ignore_data_skip"""),
     **_of(KERNEL, """
-        tf32 torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config
+        tf32 use_liger torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config
         attn_implementation torch_empty_cache_steps gradient_checkpointing_kwargs use_cache low_cpu_mem_usage device_map
         jit_mode_eval cache_implementation auto_find_batch_size use_transformers_continuous_batching
         bnb_4bit_quant_storage
@@ -60,7 +56,8 @@ WITHOUT_MEANING: Mapping[str, str] = {
         local_rank ds3_gather_for_generation accelerate_config average_tokens_across_devices ignore_bias_buffers"""),
     **_of(SERVER, """
         vllm_mode vllm_model_impl vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout
-        vllm_group_port vllm_tensor_parallel_size vllm_max_model_length vllm_enable_sleep_mode"""),
+        vllm_group_port vllm_device vllm_dtype
+        vllm_tensor_parallel_size vllm_max_model_length vllm_enable_sleep_mode"""),
     **_of(UPLOAD, """
         push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
         log_completions_hub_repo"""),
@@ -73,7 +70,6 @@ WITHOUT_MEANING: Mapping[str, str] = {
         fp16_full_eval eval_packing"""),
     **_of(REFERENCE, "ref_model_mixup_alpha ref_model_sync_steps"),
     **_of(ENTROPY, "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target"),
-    **_of(DROPOUT, "disable_dropout"),
     **_of(PADDING, "pad_token pad_to_multiple_of padding_free packing_strategy pad_token_id"),
     **_of("for loss_type=vespo, which is off", "vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg"),
     **_of("the reference's log-probs are computed in each step, with the same values",
@@ -103,6 +99,7 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "repetition_penalty": ((None, 1, 1.0), "completions are sampled from the unmodified model"),
     "vllm_structured_outputs_regex": ((None,), "completions are sampled from the unmodified model"),
     "vllm_guided_decoding_regex": ((None,), "completions are sampled from the unmodified model"),
+    "vllm_sampling_params": ((None,), "set temperature, top_p, top_k and generation_kwargs; there is no min_p"),
     "use_adaptive_entropy": ((None, False), "the coefficient of the entropy is constant here"),
     "sync_ref_model": ((None, False), "the reference model is fixed here"),
     "use_bias_correction_kl": ((None, False), "algorithm.kl.k2_gradient corrects the same bias in another way"),
@@ -263,162 +260,103 @@ def _rollout_correction(t: Translation) -> None:
 # --------------------------------------------------------------------------------------------------------------------
 # Rows and rewards of a TRL script, as sections of a config.
 
-FIELDS = {
-    "sft": {"prompt": "data.prompt_field", "completion": "sft.completion_field"},
-    "dpo": {"prompt": "data.prompt_field", "chosen": "preference.chosen_field",
-            "rejected": "preference.rejected_field"},
-    "reward": {"prompt": "data.prompt_field", "chosen": "preference.chosen_field",
-               "rejected": "preference.rejected_field"},
-    "grpo": {"prompt": "data.prompt_field"},
-}  # fmt: skip
-"""Kind of trainer -> its columns -> the key that names them."""
-THINK_FORMAT = '''
-def think_format_reward(prompts, completions, **columns):
-    """1 for a text that begins with <think>, opens it once, and closes it."""
+_HEAD = '''
+def {name}(prompts, completions, **columns):
+    """{doc}"""
     texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
-    return [float(text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text) for text in texts]
 '''
+WRITTEN = {
+    "think_format_reward": _HEAD.format(
+        name="think_format_reward", doc="1 for a text that begins with <think>, opens it once, and closes it."
+    )
+    + """    opened = [text.startswith("<think>") and text.count("<think>") == 1 for text in texts]
+    return [float(good and "</think>" in text) for good, text in zip(opened, texts, strict=True)]
+""",
+    "format": _HEAD.format(
+        name="open_r1_format", doc="1 if <think> and then <answer> hold the text, each tag on its own line."
+    )
+    + """    layout = re.compile(r"<think>\\n.*?\\n</think>\\n<answer>\\n.*?\\n</answer>$", re.DOTALL | re.MULTILINE)
+    return [float(layout.match(text) is not None) for text in texts]
+""",
+    "tag_count": _HEAD.format(
+        name="open_r1_tag_count", doc="A quarter for each of the four tags that occurs once, with its line breaks."
+    )
+    + """    tags = ("<think>\\n", "\\n</think>\\n", "\\n<answer>\\n", "\\n</answer>")
+    return [sum(0.25 for tag in tags if text.count(tag) == 1) for text in texts]
+""",
+    "reasoning_steps": _HEAD.format(
+        name="open_r1_reasoning_steps",
+        doc="A third for each numbered step, list item, and word such as First; at most 1.",
+    )
+    + """    step = re.compile(r"Step \\d+:|^\\d+\\.|\\n-|\\n\\*|(?:First|Second|Next|Finally),")
+    return [min(1.0, len(step.findall(text)) / 3) for text in texts]
+""",
+}
+"""Rewards of TRL and open-r1 by name -> the source of a function."""
 
 
-def put_rows(t: Translation, script: ScriptArguments, kind: str, out: Path) -> None:
-    """`data`, of what a script loads and does to its rows."""
-    kind = "grpo" if kind == "rloo" else kind
-    for split, rows, argument in (("train", script.train, "train_dataset"), ("eval", script.held_out, "eval_dataset")):
-        if rows is None:
-            continue
-        if split == "eval" and t("eval_strategy") in ("no", None):
-            t.approximate("eval_dataset is not used: eval_strategy is no")
-            continue
-        t.to_do += [line for line in rows.to_do if line not in t.to_do]
-        t.approximate(*rows.ignored)
-        if rows.literal is not None:
-            name = f"{out.stem}_{split}.jsonl"
-            t.files[name] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.literal)
-            t.put(f"data.{split}", os.path.join(str(out.parent), name), because="rows written in the script")
-        elif rows.sources:
-            where = rows.sources[0] if len(rows.sources) == 1 else rows.sources
-            why = "" if all(map(_is_named, rows.sources)) else "a data set on the hub needs its owner: OWNER/NAME"
-            t.settings[argument] = " + ".join(rows.sources)
-            t.put(f"data.{split}", where, argument, because=why)
-        else:
-            continue
-        if rows.size is not None:
-            t.put(f"data.{split}_size", rows.size, argument)
-        if split == "train":
-            t.rows_are_put = True
-            _put_fields(t, rows, kind, argument)
-    if script.train is not None and not t.rows_are_put:
-        t.put("data.train", "train.jsonl", because="the rows are made when the script runs")
-        t.rows_are_put = True
+def put_rewards(t: Translation, rewards: list[dict[str, Any]], out: Path) -> None:
+    """Write `reward.functions`.
 
-
-def _is_named(source: str) -> bool:
-    return source.startswith((".", "/", "~")) or "/" in source or Path(source).suffix != ""
-
-
-def _put_fields(t: Translation, rows: Rows, kind: str, argument: str) -> None:
-    for column, source in rows.fields.items():
-        key = FIELDS[kind].get(column)
-        if key is not None:
-            t.put(key, source, argument)
-        elif kind != "grpo":
-            t.to_do.append(
-                f"the column {column} is {source} in the data, which no key can set: write the rows to a file with "
-                "that name"
-            )
-    if rows.system:
-        t.put("data.system_prompt", rows.system, argument)
-
-
-def put_rewards(t: Translation, script: ScriptArguments, out: Path) -> None:
-    """Write `reward.functions` for copied functions, TRL's own rewards, and reward models."""
+    Args:
+        rewards: each `{"trl": name}`, `{"path": dotted path of a function}` or `{"model": path}`.
+        out: path of the config; a file next to it gets the functions that are written for it.
+    """
     weights = t("reward_weights")
-    weights = [1.0] * len(script.rewards) if weights is None else weights
+    weights = [1.0] * len(rewards) if weights is None else weights
     weights = list(weights) if isinstance(weights, list | tuple) else [weights]
-    if len(weights) != len(script.rewards):
-        t.approximate(
-            f"reward_weights={weights} do not match the number of rewards in the script: each has the weight 1"
+    if len(weights) != len(rewards):
+        raise ConfigError(
+            f"{t.named('reward_weights')}={weights} has {len(weights)} weights for {len(rewards)} rewards"
         )
-        weights = [1.0] * len(script.rewards)
-    # One item of `reward.functions` per reward of the script.
-    rows = script.train or Rows()
-    functions, own = [], f"./{out.stem}_rewards.py"
-    needs: list[str] = []
-    for reward, weight in zip(script.rewards, weights, strict=True):
-        if "copied" in reward:
-            item: dict[str, Any] = {"function": f"{own}:{reward['copied']}", "completions": "messages"}
-        elif "model" in reward:
-            item = {"function": "reward_model", "args": {"path": reward["model"]}}
+    functions: list[dict[str, Any]] = []
+    own, needs = f"./{out.stem}_rewards.py", list[str]()
+    for reward, weight in zip(rewards, weights, strict=True):
+        if "model" in reward:
+            item: dict[str, Any] = {"function": "reward_model", "args": {"path": reward["model"]}}
         elif "path" in reward:
-            item = {"function": _relative(reward["path"], out), "completions": "messages"}
-            if rows.conversational or _renamed(rows):
-                t.to_do.append(
-                    f"{reward['path']}: the script turns its rows into messages or renames columns; here prompts are "
-                    "text and columns have their names in the data: change the reward accordingly"
-                )
+            item = {"function": reward["path"], "completions": "messages"}
         else:
-            item = trl_reward(t, reward["trl"], reward["args"], own, needs)
+            item = trl_reward(t, reward["trl"], own, needs)
         functions.append(item | ({"weight": float(weight)} if float(weight) != 1.0 else {}))
     if not functions:
-        t.approximate("the script has no reward function; reward.functions is strict_math")
-        return
-    # The file of the copied functions, and of wrappers that TRL's own rewards need.
-    text = ""
-    if script.copies is not None:
-        text = script.copies.text(rows.system or "" if rows.conversational else None, _renamed(rows))
+        raise ConfigError(
+            f"{t.path} names no reward: give reward_funcs, or convert the script that has it: atomrl run SCRIPT.py "
+            "--config-out X.yaml"
+        )
     if needs:
-        text = (text or '"""Rewards written by atomrl import."""\n') + "\n" + "\n".join(needs)
-    if text:
-        t.files[f"{out.stem}_rewards.py"] = text
-    if "reward_funcs" not in t.settings:
-        t.settings["reward_funcs"] = ", ".join(str(next(iter(reward.values()))) for reward in script.rewards)
-    t.put("reward.functions", functions, "reward_funcs", "reward_weights")
+        head = '"""Rewards written by atomrl import."""\n\nimport re\n\n'
+        t.files[f"{out.stem}_rewards.py"] = head + "\n".join(needs)
+    t.put("reward.functions", functions, "reward_funcs", "reward_model_name_or_path", "reward_weights")
 
 
-def _renamed(rows: Rows) -> dict[str, str]:
-    """Return column name in the script -> column name in the data, for columns that rewards read."""
-    return {new: old for new, old in rows.fields.items() if new != old and new != "prompt"}
-
-
-def trl_reward(t: Translation, name: str, args: dict[str, Any], own: str, needs: list[str]) -> dict[str, Any]:
-    """Translate one of TRL's own rewards.
+def trl_reward(t: Translation, name: str, own: str, needs: list[str]) -> dict[str, Any]:
+    """Translate a reward that TRL's and open-r1's scripts have by a name.
 
     Args:
         own: the file next to the config.
         needs: gets the source of what goes to that file.
     """
-    if name in ("accuracy_reward", "reasoning_accuracy_reward"):
+    if name in ("accuracy_reward", "reasoning_accuracy_reward", "accuracy"):
         t.put("data.answer_field", "solution", because=f"the column that {name} reads")
         theirs = "the first match of math-verify, and no value where the solution cannot be read"
         t.differ(f"reward {name}", theirs, "boxed: the last box; a solution that cannot be read is an error")
         if name == "reasoning_accuracy_reward":
             t.differ(f"reward {name}", "0 without </think>", "boxed reads the box wherever it is")
         return {"function": "boxed"}
-    if name == "think_format_reward":
-        if THINK_FORMAT not in needs:
-            needs.append(THINK_FORMAT)
-        return {"function": f"{own}:think_format_reward"}
-    if name == "get_soft_overlong_punishment":
-        most = int(args.get("max_completion_len", 1280))
-        free = most - int(args.get("soft_punish_cache", 256))
-        return {"function": "length_penalty", "args": {"free_tokens": free, "max_tokens": most}}
-    if name == "get_repetition_penalty_reward":
-        t.differ("reward repetition_penalty", "n-grams of tokens", "n-grams of words")
-        return {"function": "repetition_penalty", "args": args} if args else {"function": "repetition_penalty"}
+    if name in WRITTEN:
+        if WRITTEN[name] not in needs:
+            needs.append(WRITTEN[name])
+        return {"function": f"{own}:{'' if name.endswith('_reward') else 'open_r1_'}{name}"}
+    if name in ("get_soft_overlong_punishment", "soft_overlong_punishment"):
+        most = 1280 if t("max_completion_len") is None else t.integer("max_completion_len")
+        cache = 256 if t("soft_punish_cache") is None else t.integer("soft_punish_cache")
+        return {"function": "length_penalty", "args": {"free_tokens": most - cache, "max_tokens": most}}
+    supported = ("accuracy_reward", "reasoning_accuracy_reward", "get_soft_overlong_punishment", *WRITTEN)
     raise t.refuse(
-        "reward_funcs", name, "supported rewards of TRL: accuracy_reward, reasoning_accuracy_reward, "
-        "think_format_reward, get_soft_overlong_punishment and get_repetition_penalty_reward; write this one as a "
-        "function (docs/guides/rewards.md)"
+        "reward_funcs", name, f"supported names of TRL and open-r1: {', '.join(supported)}, accuracy, "
+        "soft_overlong_punishment; write this one as a function (docs/guides/rewards.md)"
     )  # fmt: skip
-
-
-def _relative(path: str, out: Path) -> str:
-    """Return a function's path relative to the config's folder, if the file is below it; a module is unchanged."""
-    file, _, name = path.rpartition(":")
-    if not file.endswith(".py"):
-        return path
-    target, folder = Path(file).resolve(), out.parent.resolve()
-    return f"./{target.relative_to(folder)}:{name}" if target.is_relative_to(folder) else f"{target}:{name}"
 
 
 DEFAULTS: Settings = {
@@ -546,7 +484,7 @@ def _schedule(t: Translation) -> None:
 
 def _model(t: Translation) -> None:
     for name, value in t.mapping("model_init_kwargs").items():
-        t.settings.setdefault({"torch_dtype": "dtype"}.get(name, name), value)
+        t.settings.setdefault(name, value)
     if t.flag("fp16"):
         t.put("model.dtype", "auto", "fp16")
         t.differ(
@@ -554,33 +492,36 @@ def _model(t: Translation) -> None:
         )
     else:
         t.put("model.dtype", "bfloat16" if t.flag("bf16") else "float32", "bf16")
-    dtype = str(t("dtype") or "float32").rpartition(".")[2]
-    if t("dtype") is not None and dtype not in ("float32", "auto", "None") and not t.flag("use_peft"):
+    given = t("dtype", "torch_dtype")
+    dtype = str(given or "float32").rpartition(".")[2]
+    if given is not None and dtype not in ("float32", "auto", "None") and not t.flag("use_peft"):
         t.differ("weights that are trained", f"{dtype} (dtype)", "float32, cast to model.dtype for computing")
     if t.flag("use_cpu"):
         t.put("model.device", "cpu", "use_cpu")
     if t.flag("activation_offloading"):
         t.put("model.activation_offload", True, "activation_offloading")
-    if (tokenizer := t("tokenizer")) is not None and tokenizer != t("model_name_or_path", "model"):
-        t.put("model.tokenizer", str(tokenizer), "tokenizer")
+    tokenizer = t("tokenizer", "tokenizer_name_or_path")
+    if tokenizer is not None and tokenizer != t("model_name_or_path", "model"):
+        t.put("model.tokenizer", str(tokenizer), "tokenizer", "tokenizer_name_or_path")
     for name, kind in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
         if t.flag(name):
             if not t.flag("use_peft"):
                 raise t.refuse(name, True, "quantised weights are not trained: add adapters (peft_config)")
             t.put("model.quantization", kind, name)
     t.leave("trust_remote_code", "code of a model runs only if you set model.trust_remote_code yourself")
+    t.name_of(["disable_dropout"])
     if not t.flag("use_peft"):
         t.reasons |= dict.fromkeys(
             (*LORA_DEFAULTS, "lora_target_modules", "use_rslora"), "for adapters: use_peft is off"
         )
         return
-    t.defaults = {**t.defaults, **LORA_DEFAULTS}
+    t.defaults = {**LORA_DEFAULTS, **t.defaults}
     rank, alpha = t.count("lora_r"), t.number("lora_alpha")
     rescaled = t.flag("use_rslora")
     t.put("model.lora.rank", rank, "lora_r")
     # A scale of alpha / sqrt(rank) there, of alpha / rank here.
     t.put("model.lora.alpha", alpha * math.sqrt(rank) if rescaled else alpha, "lora_alpha", "use_rslora")
-    t.put("model.lora.dropout", t.number("lora_dropout"), "lora_dropout")
+    t.put("model.lora.dropout", 0.0 if t.flag("disable_dropout") else t.number("lora_dropout"), "lora_dropout")
     modules = t("lora_target_modules")
     if modules is None:
         t.approximate("lora_target_modules=None uses peft's defaults for the model; here all linear layers")
@@ -592,19 +533,17 @@ def _model(t: Translation) -> None:
 def _data(t: Translation) -> None:
     t.chat_template_kwargs("chat_template_kwargs")
     t.refuse_set({"chat_template_path": TEMPLATE})
-    if t.rows_are_put:
-        return
-    name, files, mixed = t("dataset_name"), t("data_files"), t("datasets")
+    name, files = t("dataset_name", "dataset_id_or_path"), t("data_files")
+    mixed = t.mapping("dataset_mixture").get("datasets") or t("datasets")
     config, revision = t("dataset_config"), t("dataset_revision")
     if files is not None:
         t.put("data.train", files["train"] if isinstance(files, dict) else files, "data_files")
-    elif isinstance(mixed, list) and mixed and all(isinstance(one, dict) and "path" in one for one in mixed):
-        sources = [hub_source(str(one["path"]), one.get("name"), one.get("split") or "train") for one in mixed]
-        t.put("data.train", sources, "datasets")
+    elif isinstance(mixed, list) and mixed and all(isinstance(one, dict) for one in mixed):
+        t.put("data.train", [_mixed(t, one) for one in mixed], "datasets", "dataset_mixture")
     elif name is not None:
         train, test = t("dataset_train_split") or "train", t("dataset_test_split") or "test"
         why = "" if "/" in str(name) else "a data set on the hub needs its owner: OWNER/NAME"
-        names = ("dataset_name", "dataset_config", "dataset_train_split")
+        names = ("dataset_name", "dataset_id_or_path", "dataset_config", "dataset_train_split")
         t.put("data.train", hub_source(str(name), config, train, revision), *names, because=why)
         if t("eval_strategy") != "no":
             test_name = str(t("eval_dataset_name") or name)
@@ -612,6 +551,17 @@ def _data(t: Translation) -> None:
     else:
         t.put("data.train", "train.parquet", because="the file does not set its data; set the file of its rows")
         t.to_do.append("data.train: the file does not set its data: use the file of its rows, or its data set")
+
+
+def _mixed(t: Translation, one: Mapping[str, Any]) -> str:
+    """Return the source of a data set of a mixture: TRL's `path`, `name`; `id`, `config`, `weight` of recipes."""
+    if (path := one.get("path", one.get("id"))) is None:
+        raise ConfigError(f"{t.path}: a data set of the mixture has neither path nor id: {dict(one)}")
+    split, share = str(one.get("split") or "train"), one.get("weight")
+    if share not in (None, 1):
+        split = f"{split}[:{float(share):.0%}]"
+        t.differ(f"rows of {path} (weight {share:g})", "a random sample", f"the first ones: {split}")
+    return hub_source(str(path), one.get("name", one.get("config")), split)
 
 
 def put_steps(t: Translation, updates: int) -> None:

@@ -1,13 +1,16 @@
-"""Translate verl's configs: Hydra's YAML, or a script that calls `verl.trainer.main_ppo`.
+"""Translate verl's configs: Hydra's YAML, or a script that calls `verl.trainer.main_ppo` or its SFT trainer. Also those
+of verl 0.1, which TinyZero and Search-R1 carry, and Search-R1's own keys.
 
 verl counts prompts in its mini-batches (`ppo_mini_batch_size`), and is the same for any number of GPUs.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
 from atomrl.common.errors import nearest
 from atomrl.config import ConfigError
+from atomrl.tools.importers import verl_sft
 from atomrl.tools.importers.sources import Settings, read_hydra
 from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation, misspelt, put_gpus, same
 
@@ -83,6 +86,12 @@ def _advantage(t: Translation) -> None:
 
 def _policy_loss(t: Translation) -> None:
     mode = t.choice("policy_loss.loss_mode", t(A + "policy_loss.loss_mode"), {mode: mode for mode in LOSS_MODES})
+    if t.version == OLD:
+        clip = {"type": "ppo", "low": t.number(A + "clip_ratio"), "high": t.number(A + "clip_ratio"), "dual": None}
+        t.put("algorithm.ratio", {"type": "token", "clamp": None})
+        t.put("algorithm.clip", clip, A + "clip_ratio")
+        t.put("algorithm.loss_agg", {"type": "token_mean"})
+        return
     if t.is_set(A + "clip_ratio") and not t.is_set(A + "clip_ratio_low", A + "clip_ratio_high"):
         t.approximate(
             f"{A}clip_ratio={t(A + 'clip_ratio')}: verl reads clip_ratio_low and clip_ratio_high, by default 0.2"
@@ -95,7 +104,8 @@ def _policy_loss(t: Translation) -> None:
     token: dict[str, Any] = {"type": "token", "clamp": 20.0}
     plain: dict[str, Any] = {"type": "token", "clamp": None}
     bounds = {"low": low, "high": high}
-    sapo = {"type": "sapo", "tau_positive": t.number(A + "tau_pos"), "tau_negative": t.number(A + "tau_neg")}
+    taus = [str(t.name_of([f"{A}policy_loss.{name}", A + name])) for name in ("tau_pos", "tau_neg")]
+    sapo = {"type": "sapo", "tau_positive": t.number(taus[0]), "tau_negative": t.number(taus[1])}
     ratio, clip = {
         "vanilla": (token, {"type": "ppo", **bounds, "dual": c}),
         "gspo": ({"type": "sequence_token", "ceiling": 10.0}, {"type": "ppo", **bounds, "dual": None}),
@@ -116,8 +126,7 @@ def _policy_loss(t: Translation) -> None:
         A + "clip_ratio_low",
         A + "clip_ratio_high",
         A + "clip_ratio_c",
-        A + "tau_pos",
-        A + "tau_neg",
+        *(taus if mode == "sapo" else ()),
     )
     # Two modes select tokens by covariance, in addition.
     if mode == "clip_cov":
@@ -153,6 +162,13 @@ def _aggregation(t: Translation, forced: bool) -> None:
 
 def _kl(t: Translation) -> None:
     in_loss, in_reward = t.flag(A + "use_kl_loss"), t.flag("algorithm.use_kl_in_reward")
+    if t.version == OLD:
+        in_reward = not in_loss
+    elif not (in_loss or in_reward) and t.is_set("algorithm.kl_ctrl.kl_coef"):
+        t.approximate(
+            f"algorithm.kl_ctrl.kl_coef={t('algorithm.kl_ctrl.kl_coef')} is not applied, as use_kl_in_reward is off; "
+            "verl 0.1 applied it wherever use_kl_loss is off"
+        )
     if in_loss and in_reward:
         raise t.refuse(
             "use_kl_loss", "true together with algorithm.use_kl_in_reward=true", "the KL is in only one of the two here"
@@ -261,6 +277,7 @@ def _threshold(t: Translation, text: str) -> float:
 
 
 R, M = "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
+VERSION, OLD = "verl of August 2026", "verl 0.1"
 
 DEFAULTS: Settings = {
     "data.train_batch_size": 1024,
@@ -340,6 +357,26 @@ DEFAULTS: Settings = {
     "critic.optim.weight_decay": 0.01,
 }
 """verl's defaults, of the keys that have a counterpart."""
+OLD_DEFAULTS: Settings = {
+    A + "clip_ratio": 0.2,
+    A + "entropy_coeff": 0.001,
+    M + "enable_gradient_checkpointing": False,
+    R + "max_num_seqs": 1024,
+}
+"""Defaults of verl 0.1 that have changed."""
+SEARCH_DEFAULTS: Settings = {
+    R + "top_p": 0.95,
+    R + "n_agent": 1,
+    A + "state_masking": False,
+    "data.max_start_length": 256,
+    "data.max_obs_length": 512,
+    "retriever.url": "http://127.0.0.1:8000/retrieve",
+    "retriever.topk": 3,
+    "max_turns": 10,
+    "do_search": True,
+    "algorithm.no_think_rl": False,
+}
+"""Search-R1's defaults: of its own keys, and of verl's that it changes."""
 
 
 MATH = ("DigitalLearningGmbH/MATH-lighteval", "lighteval/MATH", "HuggingFaceH4/MATH-500")
@@ -425,12 +462,11 @@ REASONS = {
         "calculate_log_probs",
         "logprobs_mode", "scheduling_policy", "update_weights_bucket_megabytes", "nnodes", "n_gpus_per_node",
         "swap_space",
-        "limit_images",
     )), ENGINE),
     **dict.fromkeys((
-        "data.dataloader_num_workers", "data.filter_overlong_prompts_workers", "data.return_raw_chat", "data.image_key",
+        "data.dataloader_num_workers", "data.filter_overlong_prompts_workers", "data.return_raw_chat",
         "data.return_raw_input_ids", "data.return_full_prompt", "data.validation_shuffle", "data.val_batch_size",
-        "data.video_key", "data.use_shm", "data.return_multi_modal_inputs", "data.tool_config_path",
+        "data.use_shm", "data.return_multi_modal_inputs",
     ), "how rows are loaded; the rows are the same"),
     **dict.fromkeys((
         "trainer.balance_batch", "trainer.use_legacy_worker_impl", "trainer.device",
@@ -451,6 +487,19 @@ REASONS = {
         R + "profiler.",
         "critic.profiler.", R + "trace.", "reward_model.profiler.",
     ), "nothing is profiled"),
+    **dict.fromkeys(("model_engine", A + "model_engine", A + "engine.", "hydra."), SHARDS),
+    **dict.fromkeys((
+        A + "optim.override_optimizer_config.", "critic.optim.override_optimizer_config.", R + "prometheus.",
+        R + "moe_tensor_parallel_size", A + "pad_to_length", "reward_model.model.use_remove_padding",
+        M + "mtp.", M + "lora.merge",
+    ), KERNEL),
+    **dict.fromkeys((
+        "reward_model.rollout.", "reward.reward_model.rollout.", "reward_model.use_reward_loop",
+        "reward_model.enable_resource_pool", "reward_model.strategy", "reward_model.micro_batch_size",
+        "reward_model.micro_batch_size_per_gpu", "reward_model.model.fsdp_config.",
+    ), "how the scores of a reward model are computed; the scores are the same"),
+    "data.trust_remote_code": "code of a model runs only if you set model.trust_remote_code yourself",
+    "critic.model.trust_remote_code": "code of a model runs only if you set model.trust_remote_code yourself",
     A + "shuffle": "the seed sets which rows of a step go into which update",
     A + "data_loader_seed": "seed determines all sampling",
     A + "calculate_entropy": "the entropy is logged: train.report_entropy",
@@ -462,46 +511,130 @@ REASONS = {
 }  # fmt: skip
 """Key, or prefix of keys -> reason why it has no counterpart."""
 REFUSED = {
-    "actor_rollout_ref.rollout.multi_turn.enable": "turns are an environment or tools (docs/guides/environments.md, "
+    R + "multi_turn.enable": "turns are an environment or tools (docs/guides/environments.md, "
     "docs/guides/tool_calling.md)",
-    "distillation.enable": "distillation is algorithm.name=gkd or on_policy_distillation",
+    "data.tool_config_path": "tools are Python functions here (docs/guides/tool_calling.md)",
+    **dict.fromkeys((
+        "data.image_key", "data.video_key", A + "freeze_vision_tower", R + "limit_images",
+    ), "models read no pictures"),
+    **dict.fromkeys(
+        ("distillation.enable", "distillation.enabled"), "distillation is algorithm.name=gkd or on_policy_distillation"
+    ),
+    M + "mtp.enable": "heads for several tokens are not trained",
+    M + "lora_adapter_path": "merge the adapters first",
     "algorithm.use_pf_ppo": "completions are not resampled by their reward",
-    "actor_rollout_ref.actor.freeze_vision_tower": "models are text-only",
-}
+}  # fmt: skip
 SECTIONS = {
     "actor_rollout_ref", "critic", "data", "algorithm", "trainer", "reward_model", "reward", "custom_reward_function",
     "ray_kwargs", "ray_init", "global_profiler", "transfer_queue", "distillation", "model_engine", "global_tool_config",
-    "hydra", "async_training", "defaults", "switch",
+    "hydra", "async_training", "defaults", "switch", "retriever",
 }  # fmt: skip
+OWN_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine")
+"""verl's own configs, whose defaults are known; those of Megatron train the same."""
+PPO = r"(.*\.)?trainer\.main_ppo(_format)?|(.*\.)?(dapo|entropy)\.(src\.)?main_(dapo|entropy)"
+"""Programs that train by PPO's keys: `main_ppo_format` of Search-R1, and recipes that add filters to it."""
 
 
 def translate(path: Path) -> Translation:
-    """Translate a config or script of verl."""
-    flags, notes = read_hydra(path)
-    if path.suffix in (".yaml", ".yml") and not any(
-        key.startswith(("actor_rollout_ref.", "trainer.")) for key in flags
-    ):
-        raise ConfigError(f"{path} has neither actor_rollout_ref nor trainer, so it is not a config of verl")
-    t = Translation("verl", flags, DEFAULTS, path)
+    """Translate a config or script of verl.
+
+    Raises:
+        ConfigError: it starts another program than `main_ppo` and the SFT trainers, or it is not a config of verl.
+    """
+    flags, notes, program = read_hydra(path, OWN_CONFIGS)
+    if re.fullmatch(verl_sft.PROGRAM, program) or (not program and "model.partial_pretrain" in flags):
+        t = verl_sft.translate(path, flags)
+    elif path.suffix in (".yaml", ".yml"):
+        if not any(key.startswith(("actor_rollout_ref.", "trainer.")) for key in flags):
+            raise ConfigError(f"{path} has neither actor_rollout_ref nor trainer, so it is not a config of verl")
+        t = _policy(path, flags)
+    elif re.fullmatch(PPO, program):
+        t = _policy(path, flags)
+    else:
+        raise ConfigError(
+            f"{path} starts {program or 'no program of verl'}: supported are verl.trainer.main_ppo, the recipe DAPO "
+            "and verl's SFT trainers"
+        )
+    for note in notes:
+        t.approximate(note)
+    _check_names(t, path)
+    t.leave_unknown()
+    return t
+
+
+def _policy(path: Path, flags: Settings) -> Translation:
+    searches = bool({"max_turns", "do_search", "retriever.url"} & flags.keys())
+    old = searches or _is_old(flags)
+    defaults = DEFAULTS | (OLD_DEFAULTS if old else {}) | (SEARCH_DEFAULTS if searches else {})
+    t = Translation("verl", flags, defaults, path)
+    t.version = OLD if old else VERSION
     t.reasons = REASONS
     t.refuse_set(REFUSED)
-    try:
-        machines, each = t.count("trainer.nnodes"), t.count("trainer.n_gpus_per_node")
-        put_gpus(t, machines * each, f"trainer.n_gpus_per_node={each} x trainer.nnodes={machines}", machines)
-    except ConfigError as error:  # an environment variable, such as the number of Slurm's nodes
-        t.approximate(f"the number of GPUs is known only to the shell: {error}")
+    for name in flags:
+        if name.startswith(R + "multi_turn.") and name not in REFUSED:
+            t.leave(name, "for multi_turn.enable, which is off")
+    put_verl_gpus(t)
     t.move(MOVES)
     _data(t)
     _updates(t)
     _model(t)
     translate_objective(t)
-    _reward(t)
-    _tracking(t)
+    _reward(t, searches)
+    if searches:
+        _search(t)
+    put_verl_trackers(t, "trainer.max_actor_ckpt_to_keep")
     _differences(t)
-    for note in notes:
-        t.approximate(note)
-    _check_names(t, path)
     return t
+
+
+def _is_old(flags: Settings) -> bool:
+    """Return whether a script is for verl 0.1: its forward passes are not counted per GPU."""
+    sizes = [name for name in flags if "micro_batch_size" in name]
+    return (
+        bool(sizes)
+        and not any(name.endswith("_per_gpu") for name in sizes)
+        and "algorithm.use_kl_in_reward" not in flags
+    )
+
+
+def _search(t: Translation) -> None:
+    """Translate Search-R1's keys: the environment `search_r1`, in which a prompt has several turns."""
+    if not t.flag("do_search"):
+        raise t.refuse("do_search", False, "import a script of verl itself for one turn")
+    if not t.flag(A + "state_masking"):
+        raise t.refuse(A + "state_masking", False, "the text of documents is never trained on")
+    t.refuse_set({"algorithm.no_think_rl": "the thinking is trained too"})
+    turns = t.count("max_turns")
+    args = {"url": str(t("retriever.url")), "topk": t.count("retriever.topk"), "max_searches": turns}
+    t.put("environment.function", "search_r1", "retriever.url")
+    t.put("environment.args", args, "retriever.url", "retriever.topk", "max_turns")
+    t.put("environment.stop", ["</search>", "</answer>"])
+    t.put("environment.max_turns", turns + 1, "max_turns")
+    t.put("environment.max_turn_tokens", t.count("data.max_response_length"), "data.max_response_length")
+    t.put("environment.max_reply_tokens", t.count("data.max_obs_length"), "data.max_obs_length")
+    t.put("rollout.max_completion_tokens", t.count("data.max_prompt_length"), "data.max_prompt_length")
+    t.put("data.max_prompt_tokens", t.count("data.max_start_length"), "data.max_start_length")
+    t.put("data.overlong_prompt", "truncate", "data.max_start_length")
+    t.put("data.answer_field", "golden_answers", because="the column from which Search-R1's rows are made")
+    agents = t.count(R + "n_agent") * t.integer(R + "n")
+    t.put("rollout.completions_per_prompt", agents, R + "n_agent", R + "n")
+    t.leave(A + "state_masking", "the text of documents is never trained on")
+    t.leave("algorithm.no_think_rl", "it is off")
+    t.leave("do_search", "it is on")
+    t.put("data.shuffle", t("data.shuffle_train_dataloader") is not False, "data.shuffle_train_dataloader")
+    for theirs, ours in (("data.train_data_num", "data.train_size"), ("data.val_data_num", "data.eval_size")):
+        if t(theirs) is not None:
+            t.put(ours, t.integer(theirs), theirs)
+    t.differ("a row over its limit", "loses its first tokens", "ends")
+
+
+def put_verl_gpus(t: Translation) -> None:
+    """Set the number of GPUs by `trainer.n_gpus_per_node` and `trainer.nnodes`."""
+    try:
+        machines, each = t.count("trainer.nnodes"), t.count("trainer.n_gpus_per_node")
+        put_gpus(t, machines * each, f"trainer.n_gpus_per_node={each} x trainer.nnodes={machines}", machines)
+    except ConfigError as error:  # an environment variable, such as the number of Slurm's nodes
+        t.approximate(f"the number of GPUs is known only to the shell: {error}")
 
 
 def _check_names(t: Translation, path: Path) -> None:
@@ -552,7 +685,7 @@ def _differences(t: Translation) -> None:
                 f"{warmup} of only the critic (trainer.critic_warmup)",
                 "policy and critic from the first step",
             )
-    t.name_of(["trainer.critic_warmup", "critic.optim.weight_decay"])
+    t.name_of(["trainer.critic_warmup", "critic.optim.weight_decay", "critic.optim.lr_warmup_steps_ratio"])
     if t.tree["train"].get("steps") is None:
         t.differ("end of an epoch", "rows that do not fill a batch are dropped", "they come first in the next epoch")
     t.differ("random draws", "its own generators", "the same seed gives another order of rows and other completions")
@@ -618,22 +751,22 @@ def _updates(t: Translation) -> None:
 
 def _model(t: Translation) -> None:
     t.put("model.dtype", "bfloat16")  # autocast over float32 weights, in both
-    if t.integer(M + "lora_rank"):
-        for key, name, make in (
-            ("rank", "lora_rank", int),
-            ("alpha", "lora_alpha", float),
-            ("target_modules", "target_modules", same),
-        ):
-            t.put(f"model.lora.{key}", make(t(M + name)), M + name)
-    else:
-        t.name_of([M + "lora_alpha", M + "target_modules"])
+    rank, alpha, modules = (
+        str(t.name_of([M + new, M + old]))  # of Megatron, and of FSDP
+        for new, old in (
+            ("lora.rank", "lora_rank"), ("lora.alpha", "lora_alpha"), ("lora.target_modules", "target_modules"),
+        )
+    )  # fmt: skip
+    if t.integer(rank):
+        for key, name, make in (("rank", rank, int), ("alpha", alpha, float), ("target_modules", modules, same)):
+            t.put(f"model.lora.{key}", make(t(name)), name)
     t.leave(M + "trust_remote_code", "code of a model runs only if you set model.trust_remote_code yourself")
     t.put_engine(R + "name", engine=str(t(R + "name") or "vLLM"))
     if (batch := t("data.gen_batch_size")) is not None and batch != t("data.train_batch_size"):
         t.leave("data.gen_batch_size", "missing groups are sampled as needed")
 
 
-def _reward(t: Translation) -> None:
+def _reward(t: Translation, searches: bool) -> None:
     functions: list[dict[str, Any]] = []
     places = [f"{prefix}custom_reward_function" for prefix in ("", "reward.")]
     path = t(*(f"{place}.path" for place in places))
@@ -647,7 +780,17 @@ def _reward(t: Translation) -> None:
     model = t("reward.reward_model.model_path", "reward_model.model.path")
     if t.flag("reward_model.enable", "reward.reward_model.enable") and model:
         functions.append({"function": "reward_model", "args": {"path": str(model)}})
-    if functions:
+    if searches:
+        t.put("reward.functions", ["search_r1_em"])
+        t.differ("text in which the answer is searched", "the whole row", "what the model wrote")
+        names = [f"reward_model.{name}" for name in ("structure_format_score", "final_format_score", "retrieval_score")]
+        t.name_of(names)
+        if parts := [f"{name}={t(name)}" for name in names if t(name)]:
+            t.to_do.append(
+                f"{', '.join(parts)}: search_r1_em gives no part of the reward for the format: write it as a function "
+                "(docs/guides/rewards.md)"
+            )
+    elif functions:
         t.put(
             "reward.functions",
             functions,
@@ -696,12 +839,13 @@ def _overlong(t: Translation) -> None:
     t.name_of([place + "log" for place in places] + ["reward_model.reward_kwargs.max_resp_len"])
 
 
-def _tracking(t: Translation) -> None:
+def put_verl_trackers(t: Translation, keep: str) -> None:
+    """Translate `trainer.logger`, given the key that limits the number of checkpoints."""
     loggers = t("trainer.logger")
     loggers = [loggers] if isinstance(loggers, str) else list(loggers or [])
     known = [name for name in loggers if name in ("wandb", "tensorboard", "mlflow", "trackio")]
     t.put("tracking.sinks", known, "trainer.logger")
     if unknown := [name for name in loggers if name not in (*known, "console")]:
         t.approximate(f"trainer.logger: {', '.join(unknown)} has no counterpart; metrics.jsonl has every step")
-    if not t.is_set("trainer.max_actor_ckpt_to_keep"):
-        t.approximate("trainer.max_actor_ckpt_to_keep=null keeps all checkpoints; here checkpoint.keep is 2")
+    if not t.is_set(keep):
+        t.approximate(f"{keep}=null keeps all checkpoints; here checkpoint.keep is 2")

@@ -1,6 +1,6 @@
 #!/bin/bash
 export NCCL_DEBUG=WARN
-accelerate launch --num_processes 4 --config_file zero3.yaml grpo.py \
+accelerate launch --num_processes 4 --config_file zero3.yaml trl/scripts/grpo.py \
     --model_name_or_path Qwen/Qwen3-1.7B \
     --dataset_name open-r1/Big-Math \
     --reward_funcs accuracy_reward \

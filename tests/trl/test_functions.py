@@ -7,18 +7,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-import atomrl.grpo as facade
+import atomrl.trl as facade
 from atomrl.algorithms.grpo import GRPO
 from atomrl.batches import TrainingBatch
-from atomrl.grpo import (
+from atomrl.models.loading import load_policy, load_tokenizer
+from atomrl.protocols import ModelOutputs
+from atomrl.trl import (
     compute_advantages,
     compute_kl_penalty,
     compute_policy_loss,
     generate_samples,
     get_action_log_probs,
 )
-from atomrl.models.loading import load_policy, load_tokenizer
-from atomrl.protocols import ModelOutputs
 from tests.tiny import make_tiny_model
 
 FIVE = ("generate_samples", "get_action_log_probs", "compute_advantages", "compute_policy_loss", "compute_kl_penalty")

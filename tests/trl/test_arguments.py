@@ -4,10 +4,10 @@ import pytest
 
 from atomrl.config import ConfigError, load_config, merge_trees
 from atomrl.config.loading import renamed
-from atomrl.grpo import GRPOArgs
-from atomrl.grpo.arguments import NAMES as NAMES_HERE
-from atomrl.grpo.arguments import hint
-from atomrl.grpo.trainer import lora_section
+from atomrl.trl import GRPOArgs
+from atomrl.trl.arguments import NAMES as NAMES_HERE
+from atomrl.trl.arguments import hint
+from atomrl.trl.trainer import lora_section
 
 NAMES = {
     "lr", "num_generations", "output_dir", "device", "save_steps", "epoch", "max_prompt_length", "max_generate_length",

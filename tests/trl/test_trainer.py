@@ -14,7 +14,7 @@ from atomrl.backends import base
 from atomrl.cli.main import main
 from atomrl.config import ConfigError
 from atomrl.data.files import DataError
-from atomrl.grpo import GRPOArgs, GRPOTrainer
+from atomrl.trl import GRPOArgs, GRPOTrainer
 from tests.light_rewards import letter_reward
 from tests.tiny import make_tiny_model
 
@@ -104,12 +104,12 @@ def test_resume_gives_the_weights_of_a_run_that_never_stopped(folder):
         trainer("whole").train()
     with pytest.raises(ConfigError, match=r"set GRPOArgs.output_dir"):
         trainer("absent").train(resume_from_checkpoint=True)
-    with pytest.raises(ConfigError, match="True or False"):
+    with pytest.raises(ConfigError, match="not the newest checkpoint"):
         trainer("whole").train(resume_from_checkpoint="whole/checkpoints/step_000001")
 
     script = """
 import os, signal, sys
-from atomrl.grpo import *
+from atomrl.trl import *
 
 seen = []
 

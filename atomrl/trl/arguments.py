@@ -1,25 +1,17 @@
-"""Arguments of the trainers, checked when they are set: `GRPOArgs`, and TRL's configs (`GRPOConfig`, `SFTConfig`, ...).
-
-Each knows the config key that it sets, and error messages use the argument's name.
-"""
+"""`GRPOArgs`: arguments of GRPO, checked when they are set. Each knows the config key that it sets, and error messages
+use the argument's name. TRL's metric names are here, too."""
 
 import functools
-import os
 import re
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from atomrl.common.errors import did_you_mean
-from atomrl.config import ConfigError, RunConfig, known_keys, load_config, merge_trees, nest
+from atomrl.config import ConfigError, known_keys, merge_trees, nest
 from atomrl.config.loading import foreign_names, renamed
-from atomrl.tools.importers import trl_arguments as trl_shared
-from atomrl.tools.importers.translation import Translation
-from atomrl.tools.importers.trl import TRAINERS
-from atomrl.tools.importers.trl_arguments import WITHOUT_MEANING
 
 LOSS_TYPES = {"dapo": "token_mean", "bnpo": "token_mean", "grpo": "sequence_mean", "dr_grpo": "constant_length"}
 """TRL's loss types -> `algorithm.loss_agg.type`. TRL's `bnpo` is a mean over a micro-batch; here no loss depends on the
@@ -168,9 +160,8 @@ def hint(message: str) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# TRL's configs: the same arguments with the same meaning
+# TRL's names of metrics
 
-OF_TRAINER = frozenset({"processing_class", "model", "reward_funcs", "train_dataset", "eval_dataset", "peft_config"})
 LOGGED = {
     "reward": "critic/score/mean", "grad_norm": "actor/grad_norm",
     "learning_rate": "actor/lr", "entropy": "actor/entropy", "kl": "actor/kl_loss",
@@ -184,146 +175,6 @@ LOSSES = {
     "eval_loss": ("eval/nll_per_token",),
 }
 """TRL's names of losses in `log_history` -> metric here, by kind of run."""
-
-
-class TRLConfig:
-    """Base class of TRL's configs (TRL 1.x), with its arguments, defaults and meaning: batch sizes are per process, a
-    step is an optimizer step, the learning rate decays linearly.
-
-    TRL scripts run with only their import changed. An argument that is unknown, or that affects training and has no
-    counterpart here, is an error; one that only affects how TRL itself runs is ignored with a warning.
-
-    Args:
-        output_dir: folder of the run. None: `runs/grpo` (`runs/sft`, ...), or `runs/grpo-2`, ...
-        arguments: TRL's arguments, as in `learning_rate=1e-6, max_completion_length=256`.
-
-    Raises:
-        ConfigError: an argument is unknown or has no counterpart, or a value is invalid.
-
-    Example:
-        >>> args = GRPOConfig(output_dir="out", learning_rate=1e-5, num_generations=4, per_device_train_batch_size=8)
-        >>> args.learning_rate, args.to_tree()["rollout"]["prompts_per_step"]
-        (1e-05, 2)
-        >>> GRPOConfig(learning_rat=1e-5)
-        Traceback (most recent call last):
-            ...
-        atomrl.config.schema.ConfigError: GRPOConfig has no argument 'learning_rat'; did you mean 'learning_rate'?
-    """
-
-    output_dir: str | None
-    kind: ClassVar[str] = "grpo"
-    """Key of the trainer in `TRAINERS`."""
-
-    def __init__(self, output_dir: str | Path | None = None, **arguments: Any) -> None:
-        values = dict(arguments) | ({} if output_dir is None else {"output_dir": str(output_dir)})
-        object.__setattr__(self, "_values", values)
-        self._translated()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        if name in self._values or name in self._defaults:
-            return self._values.get(name, self._defaults.get(name))
-        if name in self._known:
-            return None
-        raise AttributeError(f"{self._called} has no argument {name!r}; {did_you_mean(name, sorted(self._known))}")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        before = dict(self._values)
-        self._values[name] = value
-        try:
-            self._translated()
-        except ConfigError:
-            object.__setattr__(self, "_values", before)
-            raise
-
-    def __repr__(self) -> str:
-        return f"{self._called}({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
-
-    @property
-    def device(self) -> str:
-        """`cpu` with `use_cpu`, else `auto`."""
-        return "cpu" if self._values.get("use_cpu") else "auto"
-
-    def to_tree(self) -> dict[str, Any]:
-        """Convert the arguments into config sections, without model, data and rewards."""
-        return self._translated()[0]
-
-    def notes(self) -> list[str]:
-        """List notes on arguments that have no effect here, or a slightly different one than in TRL."""
-        return self._translated()[1]
-
-    def _translated(self) -> tuple[dict[str, Any], list[str]]:
-        values = dict(self._values)
-        if values.get("push_to_hub"):
-            raise ConfigError(f"{self._called}.push_to_hub: not supported; call trainer.model.push_to_hub(...)")
-        # The importer of TRL scripts translates; a model is required there, so it gets a placeholder.
-        t = Translation("TRL", values | {"model": "-"}, self._defaults)
-        trl_shared.translate_shared(t, Path(self.kind))
-        TRAINERS[self.kind].translate(t, int(os.environ.get("WORLD_SIZE", "1")))
-        idle = sorted(name for name in values if name not in t.read_keys and name in WITHOUT_MEANING)
-        t.name_of([*WITHOUT_MEANING, "reward_weights"])
-        object.__setattr__(self, "_known", t.read_keys | self._defaults.keys())
-        for name in values:
-            if name not in t.read_keys:
-                if name in OF_TRAINER:
-                    trainer = f"{TRAINERS[self.kind].called}Trainer"
-                    raise ConfigError(f"{self._called} has no argument {name!r}: it is an argument of {trainer}")
-                nearest = did_you_mean(name, sorted(self._known))
-                raise ConfigError(f"{self._called} has no argument {name!r}; {nearest}")
-        # Drop what the trainer's own arguments set, and follow this machine where the script does not choose.
-        tree = {key: value for key, value in t.tree.items() if key not in ("run_name", "reward")}
-        tree["data"] = {key: value for key, value in tree["data"].items() if key not in ("train", "answer_field")}
-        tree["model"] = {key: value for key, value in tree["model"].items() if key != "path"}
-        tree["model"]["device"] = self.device
-        if "bf16" not in values:
-            tree["model"]["dtype"] = "auto"
-        if values.get("use_vllm") and find_spec("vllm") is not None:
-            tree["rollout"]["engine"] = "vllm"
-        checked: RunConfig = load_config(
-            merge_trees(tree, {"run_name": "-", "model": {"path": "-"}, "data": {"train": "-"}}), name=self._called
-        )
-        assert (checked.kind == "rl") == TRAINERS[self.kind].samples
-        notes = [f"{', '.join(idle)}: no effect here"] if idle else []
-        if values.get("use_vllm") and tree["rollout"]["engine"] != "vllm":
-            notes.append("use_vllm: vLLM is not installed (pip install 'atomrl[vllm]'); using AtomRL's own engine")
-        return tree, [*notes, *t.left]
-
-    @property
-    def _defaults(self) -> dict[str, Any]:
-        return {**trl_shared.DEFAULTS, **TRAINERS[self.kind].defaults}
-
-    @property
-    def _called(self) -> str:
-        return type(self).__name__
-
-
-class GRPOConfig(TRLConfig):
-    """The arguments of `trl.GRPOConfig`; see `TRLConfig`."""
-
-
-class RLOOConfig(TRLConfig):
-    """The arguments of `trl.RLOOConfig`; see `TRLConfig`."""
-
-    kind = "rloo"
-
-
-class SFTConfig(TRLConfig):
-    """The arguments of `trl.SFTConfig`; see `TRLConfig`."""
-
-    kind = "sft"
-
-
-class DPOConfig(TRLConfig):
-    """The arguments of `trl.DPOConfig`; see `TRLConfig`."""
-
-    kind = "dpo"
-
-
-class RewardConfig(TRLConfig):
-    """The arguments of `trl.RewardConfig`; see `TRLConfig`."""
-
-    kind = "reward"
 
 
 def in_trl_names(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import pytest
 
 from atomrl.config import ConfigError, load_config, merge_trees
-from atomrl.grpo import GRPOConfig, GRPOTrainer
+from atomrl.trl import GRPOConfig, GRPOTrainer
 from tests.tiny import make_tiny_model
 
 SMALL = {
@@ -123,7 +123,7 @@ def test_trls_own_config_is_answered_with_the_import(model):
 
 QUICK = {
     "sft": """
-from atomrl.grpo import SFTConfig, SFTTrainer
+from atomrl.trl import SFTConfig, SFTTrainer
 
 dataset = [
     {"messages": [{"role": "user", "content": f"What is {n} + 1?"}, {"role": "assistant", "content": str(n + 1)}]}
@@ -133,7 +133,7 @@ trainer = SFTTrainer(MODEL, args=SFTConfig(output_dir="out", **SMALL), train_dat
 trainer.train()
 """,
     "dpo": """
-from atomrl.grpo import DPOConfig, DPOTrainer
+from atomrl.trl import DPOConfig, DPOTrainer
 
 dataset = [
     {"chosen": [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": str(n)}],
@@ -145,14 +145,14 @@ trainer = DPOTrainer(model=MODEL, args=training_args, processing_class=tokenizer
 trainer.train()
 """,
     "reward": """
-from atomrl.grpo import RewardConfig, RewardTrainer
+from atomrl.trl import RewardConfig, RewardTrainer
 
 dataset = [{"prompt": f"Say {n}", "chosen": str(n), "rejected": "no"} for n in range(8)]
 trainer = RewardTrainer(model=MODEL, args=RewardConfig(output_dir="out", **SMALL), train_dataset=dataset)
 trainer.train()
 """,
     "rloo": """
-from atomrl.grpo import RLOOConfig, RLOOTrainer
+from atomrl.trl import RLOOConfig, RLOOTrainer
 
 
 def reward_num_unique_letters(completions, **kwargs):
@@ -168,7 +168,7 @@ trainer = RLOOTrainer(
 trainer.train()
 """,
     "grpo": """
-from atomrl.grpo import GRPOConfig, GRPOTrainer
+from atomrl.trl import GRPOConfig, GRPOTrainer
 
 
 def reward_by_tokens(completion_ids, **kwargs):
@@ -201,7 +201,7 @@ def test_the_quick_start_of_each_trainer(kind, model):
 
 
 def test_a_trainer_takes_its_own_config_and_needs_rows(model):
-    from atomrl.grpo import DPOConfig, DPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
+    from atomrl.trl import DPOConfig, DPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 
     with pytest.raises(ConfigError, match="SFTConfig, not DPOConfig"):
         SFTTrainer(model, args=DPOConfig())

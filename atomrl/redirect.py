@@ -1,0 +1,55 @@
+"""Resolve `trl` and `unsloth` to AtomRL's modules: a finder on `sys.meta_path`, in a process and all that it starts.
+
+`atomrl run` sets `VARIABLE`; every process that imports `atomrl` with it (workers of rewards, ranks) installs the
+finder too.
+"""
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+VARIABLE = "ATOMRL_RUN"
+SOURCES = {"trl": "atomrl.trl", "unsloth": "atomrl.trl.unsloth"}
+"""Package -> the module with its names."""
+
+
+class _Served(ModuleType):
+    """A module of `trl` or `unsloth`, whose names are those of one module of AtomRL."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(importlib.import_module(SOURCES[self.__name__.partition(".")[0]]), name)
+
+
+class Finder(MetaPathFinder, Loader):
+    """Finds `trl`, `unsloth` and their submodules. A submodule has the names of the whole package."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        """Return the spec of a module of these packages; None for any other, and for a class."""
+        package = fullname.partition(".")[0]
+        if package not in SOURCES or not re.fullmatch(r"[a-z0-9_.]+", fullname):
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return a module that looks its names up."""
+        return _Served(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Set the version, which scripts compare."""
+        if module.__name__ == "trl":
+            module.__version__ = importlib.import_module(SOURCES["trl"]).__version__  # type: ignore[attr-defined]
+
+
+def install() -> None:
+    """Redirect imports of this process, and of those that it starts."""
+    os.environ[VARIABLE] = "1"
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Finder())

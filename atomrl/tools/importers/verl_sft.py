@@ -1,0 +1,211 @@
+"""Translate verl's SFT trainers: `fsdp_sft_trainer`, whose rows are a prompt and a response or messages, and
+`sft_trainer`, whose rows are messages.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from atomrl.config import ConfigError
+from atomrl.tools.importers.sources import Settings
+from atomrl.tools.importers.translation import Moves, Translation, put_gpus, same
+
+PROGRAM = r"verl\.trainer\.(fsdp_sft_trainer|sft_trainer|sft_trainer_ray)"
+VERSION = "verl of August 2026"
+DEFAULTS: Settings = {
+    "data.train_batch_size": 256,
+    "data.micro_batch_size_per_gpu": 4,
+    "data.train_files": "~/data/gsm8k/train.parquet",
+    "data.max_length": 1024,
+    "data.truncation": "error",
+    "optim.lr": 1e-5,
+    "optim.betas": [0.9, 0.95],
+    "optim.weight_decay": 0.01,
+    "optim.lr_warmup_steps_ratio": 0.1,
+    "optim.clip_grad": 1.0,
+    "model.enable_gradient_checkpointing": True,
+    "model.lora_rank": 0,
+    "model.lora_alpha": 16,
+    "model.target_modules": "all-linear",
+    "trainer.project_name": "gsm8k-sft",
+    "trainer.experiment_name": "test",
+    "trainer.total_epochs": 4,
+    "trainer.logger": ["console", "wandb"],
+    "trainer.seed": 1,
+    "trainer.save_freq": -1,
+    "trainer.test_freq": -1,
+    "trainer.nnodes": 1,
+    "trainer.n_gpus_per_node": 8,
+}
+"""Defaults of both trainers."""
+OF_FSDP: Settings = {"data.prompt_key": "question", "data.response_key": "answer", "optim.lr_scheduler": "cosine"}
+OF_ENGINE: Settings = {
+    "optim.lr": 1e-3, "optim.betas": [0.9, 0.999], "optim.lr_warmup_steps_ratio": 0.0,
+    "optim.lr_scheduler_type": "constant",
+    "optim.min_lr_ratio": 0.0, "data.use_dynamic_bsz": True, "data.max_token_len_per_gpu": 8192,
+    "model.path": "~/models/deepseek-llm-7b-chat",
+}  # fmt: skip
+
+
+def _at_least_zero(value: Any) -> int:
+    return max(0, int(value))
+
+
+def _files(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+MOVES: Moves = {
+    "run_name": ("trainer.experiment_name", lambda name: str(name).replace("/", "-").lstrip(".")),
+    "output_dir": ("trainer.default_local_dir", str),
+    "model.path": (("model.partial_pretrain", "model.path"), str),
+    "model.tokenizer": ("model.tokenizer_path", str),
+    "model.gradient_checkpointing": ("model.enable_gradient_checkpointing", bool),
+    "data.train": ("data.train_files", _files),
+    "data.eval": ("data.val_files", _files),
+    "seed": ("trainer.seed", int),
+    "train.rows_per_update": ("data.train_batch_size", int),
+    "train.max_row_tokens": ("data.max_length", int),
+    "train.learning_rate": ("optim.lr", float),
+    "train.weight_decay": ("optim.weight_decay", float),
+    "train.adam_beta1": ("optim.betas", lambda betas: float(betas[0])),
+    "train.adam_beta2": ("optim.betas", lambda betas: float(betas[1])),
+    "train.max_grad_norm": ("optim.clip_grad", float),
+    "train.min_lr_ratio": ("optim.min_lr_ratio", float),
+    "train.warmup_ratio": (("optim.lr_warmup_steps_ratio", "optim.warmup_steps_ratio"), float),
+    "eval.every_steps": ("trainer.test_freq", _at_least_zero),
+    "checkpoint.every_steps": ("trainer.save_freq", _at_least_zero),
+    "checkpoint.keep": ("trainer.max_ckpt_to_keep", int),
+    "tracking.wandb_project": ("trainer.project_name", str),
+}
+SHARDS = "how GPUs share a model: section backend (docs/guides/multi_gpu.md); no numbers change"
+KERNEL = "an implementation choice; AtomRL has its own kernels"
+REASONS = {
+    **dict.fromkeys((
+        "engine", "engine.", "model.fsdp_config.", "model.strategy", "ulysses_sequence_parallel_size", "backend",
+        "data.balance_dp_token", "trainer.n_gpus_per_node", "trainer.nnodes",
+    ), SHARDS),
+    **dict.fromkeys((
+        "use_remove_padding", "model.use_remove_padding", "model.use_liger", "model.use_shm", "data.use_shm",
+        "data.pad_mode", "model.use_fused_kernels", "model.enable_activation_offload", "data.num_workers",
+    ), KERNEL),
+    **dict.fromkeys((
+        "trainer.resume_mode", "trainer.resume_from_path", "trainer.default_hdfs_dir", "trainer.checkpoint.",
+        "checkpoint.", "trainer.device", "profiler.", "global_profiler.",
+    ), "checkpoints have the complete state: --resume (docs/guides/checkpoints.md)"),
+    "model": "which back end's keys of the model are read",
+    "optim": "which back end's keys of the optimizer are read",
+    "data.tools_key": "rows with tools have a column tools (docs/guides/data.md)",
+    "data.ignore_input_ids_mismatch": "the chat template is applied to the whole conversation",
+}  # fmt: skip
+REFUSED = {
+    "data.custom_cls.path": "rows are read as docs/guides/data.md lists",
+    "data.chat_template": "save it with the model as chat_template.jinja, and remove the key",
+    "model.custom_chat_template": "save it with the model as chat_template.jinja, and remove the key",
+    "data.image_key": "models read no pictures",
+    "model.lora_adapter_path": "merge the adapters first: atomrl export",
+    "model.mtp.enable": "heads for several tokens are not trained",
+}
+
+
+def translate(path: Path, flags: Settings) -> Translation:
+    """Translate the keys of an SFT script or YAML file of verl."""
+    old = "model.partial_pretrain" in flags
+    t = Translation("verl", flags, DEFAULTS | (OF_FSDP if old else OF_ENGINE), path)
+    t.version = VERSION
+    t.reasons = REASONS
+    t.refuse_set(REFUSED)
+    try:
+        machines, each = t.count("trainer.nnodes"), t.count("trainer.n_gpus_per_node")
+        if {"trainer.nnodes", "trainer.n_gpus_per_node"} & flags.keys():
+            put_gpus(t, machines * each, f"trainer.n_gpus_per_node={each} x trainer.nnodes={machines}", machines)
+    except ConfigError as error:  # an environment variable
+        t.approximate(f"the number of GPUs is known only to the shell: {error}")
+    t.move(MOVES)
+    t.put("model.dtype", "bfloat16")
+    t.put("data.shuffle", True)
+    t.put("data.answer_field", None)
+    t.put("data.max_prompt_tokens", t.count("data.max_length") - 1, "data.max_length")
+    _rows(t, old)
+    _passes(t)
+    _schedule(t)
+    _adapters(t)
+    t.chat_template_kwargs("data.apply_chat_template_kwargs")
+    _trackers(t)
+    t.differ(
+        "mean of the loss",
+        "over a forward pass, then over passes" if old else "over the tokens of the batch",
+        "over the tokens of the optimizer step",
+    )
+    if t("data.truncation") == "error":
+        t.differ(f"rows over {t.count('data.max_length')} tokens", "an error", "truncated")
+    elif t("data.truncation") == "left":
+        raise t.refuse("data.truncation", "left", "rows are truncated at the end")
+    t.differ("random draws", "its own generators", "the same seed gives another order of rows")
+    return t
+
+
+def _rows(t: Translation, old: bool) -> None:
+    if old and not t.flag("data.multiturn.enable"):
+        for ours, key, inner in (
+            ("data.prompt_field", "data.prompt_key", "data.prompt_dict_keys"),
+            ("sft.completion_field", "data.response_key", "data.response_dict_keys"),
+        ):
+            inside = t(inner) or []
+            entries = [str(entry) for entry in (inside if isinstance(inside, list) else [inside])]
+            column = entries[-1] if entries else str(t(key))
+            t.put(ours, column, key, inner)
+            if entries:
+                nested = ".".join([str(t(key)), *entries])
+                t.to_do.append(f"{ours}: it is {nested} in the rows: write it to a column {column!r} of its own")
+        return
+    messages = t("data.multiturn.messages_key", "data.messages_key") or "messages"
+    t.put(
+        "sft.completion_field",
+        "completion",
+        "data.multiturn.enable",
+        "data.multiturn.messages_key",
+        "data.messages_key",
+    )
+    if messages != "messages":
+        t.to_do.append(f"messages_key={messages}: the column is `messages` here: rename it in the file")
+    for theirs, ours in (("data.train_max_samples", "data.train_size"), ("data.val_max_samples", "data.eval_size")):
+        if t(theirs) not in (None, -1):
+            t.put(ours, t.integer(theirs), theirs)
+
+
+def _passes(t: Translation) -> None:
+    sizes = ("data.micro_batch_size_per_gpu", "data.micro_batch_size")
+    if t.flag("data.use_dynamic_bsz"):
+        t.put("train.tokens_per_micro_batch", t.count("data.max_token_len_per_gpu"), "data.max_token_len_per_gpu")
+    else:
+        name = str(t.name_of(sizes))
+        t.put("train.rows_per_micro_batch", t.count(name), name)
+    t.name_of([*sizes, "data.use_dynamic_bsz", "data.max_token_len_per_gpu"])
+    if t("trainer.total_training_steps") is not None:
+        t.put("train.steps", t.count("trainer.total_training_steps"), "trainer.total_training_steps")
+        t.name_of(["trainer.total_epochs"])
+    else:
+        t.put("train.total_epochs", t.number("trainer.total_epochs"), "trainer.total_epochs")
+
+
+def _schedule(t: Translation) -> None:
+    names = ("optim.lr_scheduler", "optim.lr_scheduler_type", "optim.warmup_style")
+    t.put("train.schedule", t.choice("lr_scheduler", t(*names), {"cosine": "cosine", "constant": "constant"}), *names)
+    if t("optim.lr_warmup_steps") not in (None, -1):
+        raise t.refuse("optim.lr_warmup_steps", t("optim.lr_warmup_steps"), "give the ratio: lr_warmup_steps_ratio")
+
+
+def _adapters(t: Translation) -> None:
+    names = ("lora_rank", "lora_alpha", "target_modules")
+    t.name_of([f"model.{name}" for name in names])
+    t.leave("model.trust_remote_code", "code of a model runs only if you set model.trust_remote_code yourself")
+    if t.integer("model.lora_rank"):
+        for key, name, make in zip(("rank", "alpha", "target_modules"), names, (int, float, same), strict=True):
+            t.put(f"model.lora.{key}", make(t(f"model.{name}")), f"model.{name}")
+
+
+def _trackers(t: Translation) -> None:
+    loggers = t("trainer.logger")
+    loggers = [loggers] if isinstance(loggers, str) else list(loggers or [])
+    known = [name for name in loggers if name in ("wandb", "tensorboard", "mlflow", "trackio")]
+    t.put("tracking.sinks", known, "trainer.logger")

@@ -1,0 +1,93 @@
+"""TRL's interface: scripts of TRL run with `from trl import` changed to `from atomrl.trl import`, or unchanged with
+`atomrl run`. And GRPO in five functions.
+
+    from atomrl.trl import GRPOConfig, GRPOTrainer
+
+    trainer = GRPOTrainer(model="your-model-path", reward_funcs=my_reward, args=GRPOConfig(output_dir="out"),
+                          train_dataset=dataset)
+    trainer.train()
+
+Trainers with their configs: SFT, GRPO, RLOO, DPO, KTO, ORPO, CPO, OnlineDPO and Reward. `GRPOArgs` are GRPO's arguments
+with AtomRL's names. `docs/start/migrating.md` has what differs, `docs/reference/python_api.md` the arguments, the files
+of a run, and the whole algorithm written with the five functions.
+"""
+
+from typing import Any
+
+from atomrl.trl.arguments import GRPOArgs
+from atomrl.trl.callbacks import LogCompletionsCallback, RichProgressCallback
+from atomrl.trl.configs import (
+    VERSION,
+    CPOConfig,
+    DPOConfig,
+    GRPOConfig,
+    KTOConfig,
+    OnlineDPOConfig,
+    ORPOConfig,
+    RewardConfig,
+    RLOOConfig,
+    SFTConfig,
+)
+from atomrl.trl.functions import (
+    compute_advantages,
+    compute_kl_penalty,
+    compute_policy_loss,
+    generate_samples,
+    get_action_log_probs,
+)
+from atomrl.trl.scripts import (
+    DatasetConfig,
+    DatasetMixtureConfig,
+    ModelConfig,
+    ScriptArguments,
+    TrlParser,
+    accuracy_reward,
+    apply_chat_template,
+    extract_prompt,
+    get_dataset,
+    get_kbit_device_map,
+    get_peft_config,
+    get_quantization_config,
+    get_repetition_penalty_reward,
+    get_soft_overlong_punishment,
+    is_conversational,
+    maybe_apply_chat_template,
+    maybe_extract_prompt,
+    maybe_unpair_preference_dataset,
+    reasoning_accuracy_reward,
+    setup_chat_format,
+    think_format_reward,
+    unpair_preference_dataset,
+)
+from atomrl.trl.trainer import (
+    CPOTrainer,
+    DPOTrainer,
+    GRPOTrainer,
+    KTOTrainer,
+    OnlineDPOTrainer,
+    ORPOTrainer,
+    RewardTrainer,
+    RLOOTrainer,
+    SFTTrainer,
+)
+
+__version__ = f"{VERSION}.0"
+INSTEAD = {
+    "PPO": "PPO: a config with `algorithm: {name: ppo}` (docs/reference/algorithms/ppo.md)",
+    "GKD": "GKD on the model's own samples: a config with `algorithm: {name: gkd}` (docs/reference/algorithms/gkd.md)",
+    "BCO": "BCO: KTOTrainer with loss_type='bco'",
+    "Distillation": "distillation: a config with `algorithm: {name: on_policy_distillation}`",
+    "AsyncGRPO": "GRPO in a separate process: a config with the section `asynchronous`",
+    "DataCollatorForCompletionOnlyLM": "prompt and completion in columns of their own (completion_only_loss)",
+    "ConstantLengthDataset": "SFTTrainer with packing=True",
+}
+"""Beginning of a name of TRL without a counterpart -> what AtomRL has in its place."""
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    known = [each for each in INSTEAD if name.startswith(each)]
+    there = f"; AtomRL has {INSTEAD[known[0]]}" if known else ""
+    trainers = ", ".join(sorted(each for each in globals() if each.endswith("Trainer")))
+    raise ImportError(f"AtomRL has no {name} of TRL{there}. Trainers: {trainers}", name="trl")

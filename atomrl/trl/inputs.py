@@ -1,0 +1,252 @@
+"""Convert Python objects (data sets, reward functions, peft configs) into sections of a config."""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from atomrl.config import ConfigError, DataConfig
+from atomrl.data.files import DataError, RawRow, error_list
+from atomrl.data.problems import problem_reader, read_source, to_problems
+from atomrl.data.tasks import generate, is_generator
+from atomrl.rewards.compute import name_functions
+from atomrl.rewards.table import REWARDS, AnyReward, find_reward
+from atomrl.types import Problem
+
+BUILT_IN_PROBLEMS = 512
+INSTRUCTION = "Think between <think> and </think>, then write the number alone between <answer> and </answer>."
+ANSWERS = ("ground_truth", "answer", "solution")
+"""Names of the ground truth column; the first that the rows have is used."""
+
+DatasetRows = list[dict[str, Any]]
+
+
+def built_in_rows() -> DatasetRows:
+    """Return the rows of the built-in task, which is used without a `train_dataset`: two-step arithmetic.
+
+    Example:
+        >>> built_in_rows()[0]["prompt"]  # doctest: +ELLIPSIS
+        'Start with ...'
+    """
+    rows = generate("arithmetic", BUILT_IN_PROBLEMS, steps=2)
+    return [{**row, "prompt": f"{row['prompt']}\n{INSTRUCTION}"} for row in rows]
+
+
+def refuse_pictures(rows: DatasetRows, name: str) -> None:
+    """Raise ConfigError if the first row has pictures, which models here do not read."""
+    for column, value in rows[0].items() if rows else ():
+        parts = [part for message in value for part in _parts(message)] if isinstance(value, list) else []
+        if column in ("image", "images") or type(value).__module__.startswith("PIL") or "image" in parts:
+            raise ConfigError(f"{name}: the column {column!r} has pictures; models read text only")
+
+
+def _parts(message: Any) -> list[Any]:
+    if type(message).__module__.startswith("PIL"):
+        return ["image"]
+    content = message.get("content") if isinstance(message, Mapping) else None
+    return [part.get("type") for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+
+
+SFT_LAYOUTS = ("messages",), ("conversations",), ("prompt", "completion")
+WITH_TEXT = frozenset({"tools", "chat_template_kwargs"})
+
+
+def sft_rows(rows: DatasetRows, text_field: str, formatting_func: Callable[..., Any] | None) -> DatasetRows:
+    """Reduce the rows of an SFT data set to the columns that TRL trains on: those of the layout that it recognises
+    first, of `formatting_func`, a conversation, prompt and completion, and text.
+
+    Raises:
+        ConfigError: the rows have none of these.
+    """
+    if formatting_func is not None:
+        return [{"text": text} for row in rows for text in _formatted(formatting_func, row)]
+    names = set().union(*rows)
+    if "messages" in names and not isinstance(next(row["messages"] for row in rows if "messages" in row), list):
+        names.discard("messages")
+    for layout in SFT_LAYOUTS:
+        if names >= set(layout):
+            return [{key: row[key] for key in row if key in layout or key in WITH_TEXT} for row in rows]
+    if text_field in names:
+        return [{"text": row.get(text_field)} for row in rows]
+    if "input_ids" in names:
+        raise ConfigError("train_dataset: the rows are token ids (input_ids); give messages or text")
+    return rows  # Alpaca's layout, or an error that names all layouts
+
+
+def _formatted(formatting_func: Callable[..., Any], row: Mapping[str, Any]) -> list[str]:
+    """Apply a `formatting_func`, which takes a row and returns its text, or in older scripts a batch of rows."""
+    batch = {key: [value] for key, value in row.items()}
+    try:
+        texts = formatting_func(batch)
+    except Exception:
+        texts = None  # it takes a row
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        texts = formatting_func(dict(row))
+    if not isinstance(texts, str | list):
+        raise ConfigError(f"formatting_func must return the text of a row, not {type(texts).__name__}")
+    return [texts] if isinstance(texts, str) else texts
+
+
+def dataset_rows(dataset: Any, name: str, copy_answer: bool = True) -> DatasetRows:
+    """Read and check the rows of a list of dicts, a JSONL or Parquet file, or a Hugging Face dataset.
+
+    If no row has a `ground_truth`, the column `answer` or `solution` is copied to it.
+
+    Args:
+        name: name of the argument, for messages.
+        copy_answer: False: only a column `ground_truth` is the ground truth.
+
+    Raises:
+        ConfigError: the rows have pictures.
+        DataError: the data set is of another type or empty, or rows are invalid (all are listed).
+    """
+    raw = _raw_rows(dataset, name)
+    rows = [item.row for item in raw if item.row is not None]
+    refuse_pictures(rows, name)
+    answers = ANSWERS if copy_answer else ANSWERS[:1]
+    answer = next((key for key in answers if any(key in row for row in rows)), None)
+    read = problem_reader(DataConfig(train="-", answer_field=answer))
+
+    def checked(place: str, row: Mapping[str, Any]) -> Problem:
+        try:
+            json.dumps(row, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"a value is not JSON serializable: {error}") from None
+        return read(place, row)
+
+    _, problems = to_problems(raw, checked)
+    if problems:
+        raise DataError(f"{name}: {len(problems)} rows have problems:\n{error_list(problems)}")
+    if not rows:
+        raise DataError(f"{name} has no rows")
+    return [{**row, "ground_truth": row.get(answer)} for row in rows] if answer else rows
+
+
+def plain_rows(dataset: Any, name: str) -> DatasetRows:
+    """Read the rows of a list of dicts, a file or a Hugging Face dataset, unchanged.
+
+    Raises:
+        DataError: the data set is of another type or empty, or a row is not a dict of JSON values.
+    """
+    rows, read = [], _raw_rows(dataset, name)
+    refuse_pictures([raw.row for raw in read if raw.row is not None], name)
+    for raw in read:
+        try:
+            json.dumps(raw.row, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{raw.place}: a value is not JSON serializable: {error}") from None
+        if raw.row is None:
+            raise DataError(f"{raw.place}: {raw.error}")
+        rows.append(raw.row)
+    if not rows:
+        raise DataError(f"{name} has no rows")
+    return rows
+
+
+def _raw_rows(dataset: Any, name: str) -> list[RawRow]:
+    if isinstance(dataset, str | Path):
+        if is_generator(str(dataset)):
+            raise DataError(
+                f"{name}: {dataset} is a task; pass its problems: atomrl.data.tasks.generate({str(dataset)!r}, 500)"
+            )
+        return list(read_source(str(dataset)))
+    if isinstance(dataset, Mapping):
+        raise DataError(f"{name} is a mapping with the keys {', '.join(map(str, dataset))}; pass one of its splits")
+    if not isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__"):
+        raise DataError(
+            f"{name} must be a list of dicts, a JSONL file or a Hugging Face dataset, not {type(dataset).__name__}"
+        )
+    rows = []
+    for index, row in enumerate(dataset):
+        problem = None if isinstance(row, Mapping) else f"a row must be a dict with a prompt, not {type(row).__name__}"
+        rows.append(RawRow(f"{name}[{index}]", None if problem else dict(row), problem))
+        if problem:
+            break  # the others are not dicts either
+    return rows
+
+
+def reward_items(
+    functions: Any, weights: Sequence[float] | None, messages: bool = False
+) -> tuple[list[dict[str, Any]], dict[str, AnyReward]]:
+    """Convert reward functions into the items of `reward.functions`.
+
+    Args:
+        functions: one or several of: a function, a built-in name, a dotted path.
+        weights: one for each function, or None for 1 each.
+        messages: pass completions as messages if the prompt is messages, as TRL does (built-in rewards excepted).
+
+    Returns:
+        The items, and the functions that only this process has, by name.
+
+    Raises:
+        ConfigError: no function is given, the number of weights differs, or an item is not a function.
+    """
+    rewards = list(functions) if isinstance(functions, Sequence) and not isinstance(functions, str) else [functions]
+    models = {place: one for place, one in enumerate(rewards) if messages and is_reward_model(one)}
+    rewards = ["reward_model" if place in models else one for place, one in enumerate(rewards)]
+    if not rewards or rewards == [None]:
+        raise ConfigError("reward_funcs: give at least one reward function")
+    if weights is not None and len(weights) != len(rewards):
+        raise ConfigError(f"GRPOArgs.reward_weights has {len(weights)} values for {len(rewards)} reward functions")
+    for function in rewards:
+        if isinstance(function, str):
+            find_reward(function)
+        elif not callable(function):
+            raise ConfigError(f"reward_funcs: {function!r} is neither a function nor its name")
+    names, local = name_functions(rewards)
+    items = [{"function": n, "weight": w} for n, w in zip(names, weights or [1.0] * len(names), strict=True)]
+    for place, item in enumerate(items):
+        if place in models:
+            item["args"] = {"path": models[place]}
+        elif messages and (item["function"] in local or item["function"] not in REWARDS):
+            item["completions"] = "messages"
+    return items, local
+
+
+def is_reward_model(reward: Any) -> bool:
+    """Return True for the name of a model on the hub, its folder, or a sequence classifier."""
+    return "/" in reward or Path(reward).is_dir() if isinstance(reward, str) else hasattr(reward, "save_pretrained")
+
+
+LORA = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "target_modules"}
+"""peft's names -> keys of `model.lora`."""
+WITHOUT_EFFECT = {
+    "task_type", "peft_type", "peft_version", "inference_mode", "base_model_name_or_path", "revision", "auto_mapping",
+    "fan_in_fan_out", "runtime_config", "use_rslora", "loftq_config", "monteclora_config", "ensure_weight_tying",
+}  # fmt: skip
+"""Fields of `peft.LoraConfig` that do not affect training."""
+
+
+def lora_section(peft_config: Any) -> dict[str, Any] | None:
+    """Convert a `peft.LoraConfig`, or a dict with its names, into the section `model.lora`.
+
+    Raises:
+        ConfigError: it sets an option that adapters do not have here.
+
+    Example:
+        >>> lora_section({"r": 8, "lora_alpha": 16})
+        {'rank': 8, 'alpha': 16}
+    """
+    if peft_config is None:
+        return None
+    if isinstance(peft_config, Mapping):
+        options = dict(peft_config)
+        unknown = [name for name in options if name not in LORA]
+    else:
+        if type(peft_config).__name__ != "LoraConfig":
+            raise ConfigError(f"peft_config must be a peft.LoraConfig or a dict, not {type(peft_config).__name__}")
+        options, defaults = {name: getattr(peft_config, name) for name in LORA}, type(peft_config)()
+        others = [field.name for field in fields(peft_config) if field.name not in LORA.keys() | WITHOUT_EFFECT]
+        unknown = [name for name in others if getattr(peft_config, name) != getattr(defaults, name)]
+    if unknown:
+        raise ConfigError(f"peft_config: {unknown[0]!r} is not supported; supported: {', '.join(LORA)}")
+    section = {LORA[name]: value for name, value in options.items() if value is not None}
+    if getattr(peft_config, "use_rslora", False):  # a scale of alpha / sqrt(rank) there, of alpha / rank here
+        section["alpha"] = section["alpha"] * math.sqrt(section["rank"])
+    modules = section.get("target_modules")
+    if modules is not None and not isinstance(modules, str):
+        # a name with the comma of a shell command matches nothing, which peft ignores
+        section["target_modules"] = sorted(name for name in map(str, modules) if not name.endswith(","))
+    return section

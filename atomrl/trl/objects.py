@@ -1,0 +1,177 @@
+"""Models that a script gives as objects: what they were loaded from, their weights for a run, and the trained weights
+back into them."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from atomrl.config import ConfigError
+from atomrl.models.loading import adapted_path, resolve_folder
+from atomrl.trl.inputs import lora_section
+
+ADAPTERS = "adapter_model.safetensors"
+
+
+def quantization_of(settings: Any) -> str | None:
+    """Return `model.quantization` for a `BitsAndBytesConfig`, or for its fields.
+
+    Raises:
+        ConfigError: it is another kind of quantization.
+    """
+    if settings is None:
+        return None
+    get = settings.get if isinstance(settings, Mapping) else lambda name: getattr(settings, name, None)
+    if get("load_in_4bit"):
+        if (kind := get("bnb_4bit_quant_type")) not in (None, "nf4", "fp4"):
+            raise ConfigError(f"quantization_config: bnb_4bit_quant_type={kind!r} is not known; 4 bits are nf4 here")
+        return "nf4"
+    if get("load_in_8bit"):
+        return "int8"
+    raise ConfigError(
+        f"quantization_config: {type(settings).__name__} is not supported; BitsAndBytesConfig with load_in_4bit or "
+        "load_in_8bit is"
+    )
+
+
+class GivenModel:
+    """A model that a script gives to a trainer: a name, a transformers model, or a `PeftModel`.
+
+    Attributes:
+        lora: the section `model.lora` of a `PeftModel`, or None.
+        quantization: `model.quantization` of a quantised model, or None.
+
+    Raises:
+        ConfigError: it is none of these, or has adapters that no config can express.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.lora, self.quantization = model, None, None
+        self.adapted = False
+        if isinstance(model, str | Path):
+            return
+        if not hasattr(model, "save_pretrained"):
+            raise ConfigError(f"model must be a folder, a hub name or a transformers model, not {type(model).__name__}")
+        self.adapted = hasattr(model, "get_base_model")
+        if hasattr(model, "peft_config") and not self.adapted:
+            raise ConfigError("model: its adapters were added without a PeftModel; use peft.get_peft_model")
+        if self.adapted:
+            if len(model.peft_config) > 1:
+                raise ConfigError(f"model has several adapters ({', '.join(model.peft_config)}): keep one")
+            self.lora = lora_section(next(iter(model.peft_config.values())))
+            targets = self.lora and self.lora.get("target_modules")
+            if isinstance(targets, list):  # without those that peft ignored, as they match nothing
+                names = [name.partition(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name]
+                there = [one for one in targets if any(f".{name}".endswith(f".{one}") for name in names)]
+                self.lora["target_modules"] = there
+        settings = getattr(self.base.config, "quantization_config", None)
+        if getattr(self.base, "is_quantized", False) or settings is not None:
+            self.quantization = quantization_of(settings)
+
+    @property
+    def base(self) -> Any:
+        """The transformers model beneath the adapters."""
+        return self.model.get_base_model() if self.adapted else self.model
+
+    @property
+    def is_name(self) -> bool:
+        """True if the model is a name or a folder."""
+        return isinstance(self.model, str | Path)
+
+    def write(self, folder: Path) -> tuple[str, str | None]:
+        """Save the weights where a run reads them.
+
+        Returns:
+            The path for `model.path`, and the folder of trained adapters, if there are any. A quantised base is taken
+            by the name that it was loaded from.
+
+        Raises:
+            ConfigError: a quantised model has no such name.
+        """
+        if self.is_name:
+            return str(self.model), None
+        adapters = self._write_adapters(folder.parent / "adapters") if self.adapted else None
+        if self.quantization is not None:
+            name = str(getattr(self.base.config, "_name_or_path", "") or "")
+            if not name:
+                raise ConfigError("model: a quantised model is read again from its name, but it has none")
+            return name, adapters
+        weights = {
+            name.replace(".base_layer.", "."): value
+            for name, value in self.base.state_dict().items()
+            if ".lora_" not in name
+        }
+        if self.adapted:
+            self._save_base(folder, weights)
+        else:
+            self.base.save_pretrained(folder)
+        return str(folder), adapters
+
+    def _save_base(self, folder: Path, weights: Mapping[str, Any]) -> None:
+        """Save the base of a PeftModel without the adapters' layers in its names."""
+        from accelerate import init_empty_weights
+
+        with init_empty_weights():
+            plain = type(self.base)(self.base.config)
+        plain.load_state_dict(dict(weights), assign=True, strict=False)
+        plain.tie_weights()
+        plain.generation_config = self.base.generation_config
+        plain.save_pretrained(folder)
+
+    def _write_adapters(self, folder: Path) -> str | None:
+        """Save the adapters, if they were trained before: those of a new PeftModel change nothing (B = 0)."""
+        trained = any(
+            bool(weight.any()) for name, weight in self.model.named_parameters() if ".lora_B." in name or "_B" in name
+        )
+        if not trained:
+            return None
+        self.model.save_pretrained(folder)
+        return str(folder)
+
+    def to_cpu(self) -> Any:
+        """Move the model to the CPU while the run has its own copy; return its device, or None if it stays there."""
+        if self.is_name:
+            return None
+        device = next(self.model.parameters()).device
+        if device.type == "cpu":
+            return None
+        with suppress(ValueError, RuntimeError):  # a quantised model that cannot be moved
+            self.model.to("cpu")
+        return device
+
+    def take(self, folder: str | Path, device: Any, load: Any, peft_config: Any) -> Any:
+        """Put the trained weights of a run into the model, and return it.
+
+        Args:
+            folder: of the trained model.
+            device: return value of `to_cpu`.
+            load: loads a model folder.
+            peft_config: of the trainer; its adapters are added to the model.
+        """
+        if device is not None:
+            with suppress(ValueError, RuntimeError):
+                self.model.to(device)
+        if adapted_path(folder) is None:
+            trained = load(folder)
+            self.model.load_state_dict(trained.state_dict())
+            self.model.generation_config = getattr(trained, "generation_config", None)  # has the trained end of turn
+            return self.model
+        return adapters_into(self.model, folder, peft_config)
+
+
+def adapters_into(model: Any, folder: str | Path, peft_config: Any) -> Any:
+    """Load trained adapters into a PeftModel, or into a plain model, which becomes one."""
+    from peft import PeftModel, set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    if not hasattr(model, "get_base_model"):
+        return PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+    set_peft_model_state_dict(model, load_file(Path(folder) / ADAPTERS), next(iter(model.peft_config)))
+    return model
+
+
+def load_trained(folder: str | Path, auto: Any, **options: Any) -> Any:
+    """Load a trained model: a `PeftModel` if the folder has adapters."""
+    if (base := adapted_path(folder)) is None:
+        return auto.from_pretrained(folder, **options)
+    return adapters_into(auto.from_pretrained(resolve_folder(base), **options), folder, None)

@@ -1,0 +1,764 @@
+"""Trainers with TRL's interface. Each builds a config from Python objects and starts the run of `atomrl train` on it,
+so there is only one training loop."""
+
+import copy
+import itertools
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from atomrl.backends.ranks import follow_launcher
+from atomrl.common.files import write_jsonl
+from atomrl.common.processes import launched
+from atomrl.config import ConfigError, FSDPConfig, RunConfig, load_config, merge_trees
+from atomrl.config.loading import renamed
+from atomrl.data.files import DataError
+from atomrl.models.loading import load_tokenizer, resolve_folder
+from atomrl.rewards.table import REWARDS
+from atomrl.tracking.reading.lines import read_metrics
+from atomrl.tracking.run_directory import is_begun
+from atomrl.trainer import prepare_run
+from atomrl.trainer.build import device_name
+from atomrl.trl.arguments import NAMES, GRPOArgs, hint, in_trl_names
+from atomrl.trl.callbacks import Events, split_callbacks
+from atomrl.trl.configs import CONFIGS, TRLConfig, from_training_arguments
+from atomrl.trl.inputs import (
+    built_in_rows,
+    dataset_rows,
+    is_reward_model,
+    lora_section,
+    plain_rows,
+    reward_items,
+    sft_rows,
+)
+from atomrl.trl.objects import GivenModel, load_trained, quantization_of
+
+INPUTS = "inputs"
+INTERNALS = frozenset({
+    "compute_rewards", "generate", "score", "dpo_loss", "concatenated_forward", "concatenated_inputs", "tokenize_row",
+    "get_batch_logps", "get_batch_loss_metrics", "process_row",
+})  # fmt: skip
+"""Methods of TRL's trainers that a subclass may not override, beside those of transformers' `Trainer`."""
+REFUSED = {
+    "tools": "give the tools in a config, as `tools` (docs/guides/tool_calling.md)",
+    "environment_factory": "give the environment in a config, as `environment` (docs/guides/environments.md)",
+    "rollout_func": "completions are sampled here; episodes with replies are an `environment` in a config",
+    "compute_loss_func": "the loss is the objective's; an own one is a function in a config (docs/guides)",
+    "optimizers": "AdamW and its schedule are set by the arguments",
+    "optimizer_cls_and_kwargs": "AdamW is set by the arguments",
+    "model_init": "give model",
+    "judge": "completions are ranked by reward_funcs",
+    "reward_model": "give it as reward_funcs",
+    "value_model": "a critic is the section `critic` of a config",
+    "teacher_model": "a teacher is the section `teacher` of a config (docs/reference/algorithms/gkd.md)",
+}
+"""Arguments of TRL's trainers that change training and have no counterpart -> what to use."""
+IDLE = frozenset({
+    "compute_metrics", "preprocess_logits_for_metrics", "reward_processing_classes", "reward_processing_class",
+    "ref_model_init_kwargs", "model_adapter_name", "ref_adapter_name", "force_use_ref_model", "infinite",
+})  # fmt: skip
+"""Arguments of TRL's trainers that do not change what is trained."""
+
+planning: Callable[["Trainer", RunConfig], None] | None = None
+"""Set by `atomrl run --dry-run`: called where a run would start."""
+
+
+class TrainResult(dict[str, Any]):
+    """The run's summary, and what TRL returns: `global_step`, `training_loss` and `metrics`."""
+
+    def __init__(self, summary: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> None:
+        super().__init__(summary)
+        losses = [row["loss"] for row in history if "loss" in row]
+        self.global_step: int = int(summary["steps"])
+        self.training_loss: float = sum(losses) / len(losses) if losses else 0.0
+        steps_per_second = self.global_step / summary["wall_s"] if summary["wall_s"] else 0.0
+        self.metrics: dict[str, Any] = {
+            "train_runtime": summary["wall_s"],
+            "train_steps_per_second": round(steps_per_second, 3),
+            "train_loss": self.training_loss,
+        }
+
+
+class Accelerator:
+    """What scripts read of `trainer.accelerator`. The script runs in one process; ranks do not run it."""
+
+    is_main_process = is_local_main_process = is_last_process = True
+    process_index = local_process_index = 0
+    num_processes = 1
+
+    def __init__(self, device: Any) -> None:
+        self.device = device
+        self.state = SimpleNamespace(fsdp_plugin=None, deepspeed_plugin=None, num_processes=1, is_main_process=True)
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print."""
+        print(*values, **options)
+
+    def wait_for_everyone(self) -> None:
+        """Return at once."""
+
+    def unwrap_model(self, model: Any, **_: Any) -> Any:
+        """Return the model, which nothing wraps."""
+        return model
+
+
+class Trainer:
+    """Base class of all trainers: what they share of their arguments, and TRL's members.
+
+    Args:
+        model: a folder in Hugging Face layout, a hub name, a transformers model, or a `PeftModel`.
+        args: the config of the trainer; None: its defaults. Copied: changing it later has no effect.
+        train_dataset: rows: a list of dicts, a JSONL or Parquet file, or a Hugging Face dataset.
+        eval_dataset: held-out rows, for an evaluation before and after training.
+        processing_class, tokenizer: a tokenizer, its folder or its hub name; None: the one beside the model.
+        callbacks: `transformers.TrainerCallback` objects, or functions `f(step, metrics)` that are called after every
+            step; an exception ends the run.
+        peft_config: train LoRA adapters instead of all weights: a `peft.LoraConfig`, or a dict with `r`, `lora_alpha`,
+            `lora_dropout`, `target_modules`.
+        others: arguments that older versions of TRL had here and that are the config's today.
+
+    Raises:
+        ConfigError, DataError, RewardError: an argument or a row is invalid. Nothing was loaded or written.
+    """
+
+    kind: ClassVar[str] = "grpo"
+    """Key of the trainer in `CONFIGS`."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if cls.__module__ == __name__:
+            return
+        from transformers import Trainer as Theirs
+
+        own = {name for name in vars(cls) if not name.startswith("__") and callable(getattr(cls, name))}
+        internal = sorted(name for name in own if name in INTERNALS or hasattr(Theirs, name) or name.startswith("_"))
+        if internal:
+            raise ConfigError(
+                f"class {cls.__name__} overrides {', '.join(internal)} of a trainer, which nothing calls here: "
+                "training is AtomRL's loop. A loss, a reward or an advantage of your own is a function in a config "
+                "(docs/development/extending.md); a trainer may only get further methods"
+            )
+
+    def __init__(
+        self,
+        model: Any,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        tokenizer: Any = None,
+        callbacks: Sequence[Any] | None = None,
+        peft_config: Any = None,
+        **others: Any,
+    ) -> None:
+        self.args = self._own_args(args)
+        self._notes: list[str] = []
+        self._take_others(others)
+        if processing_class is not None and tokenizer is not None:
+            raise ConfigError("processing_class and tokenizer are the same; give only one")
+        tokenizer = tokenizer if processing_class is None else processing_class
+        if tokenizer is not None and hasattr(tokenizer, "image_processor"):
+            raise ConfigError("processing_class: a processor of pictures; models read text only: give its tokenizer")
+        if isinstance(self.args, TRLConfig):
+            self.args.check(batches=True)
+        self._given = GivenModel(model)
+        if self._given.is_name:
+            resolve_folder(model, weights=False)  # report a wrong name now
+        elif tokenizer is None:
+            tokenizer = getattr(self._given.base.config, "_name_or_path", None)
+            if not tokenizer:
+                raise ConfigError("processing_class: is required for a loaded model")
+        self._initial_tokenizer = tokenizer
+        source = tokenizer or model
+        self.tokenizer = load_tokenizer(source) if isinstance(source, str | Path) else source
+        self._model: Any = None if self._given.is_name else model
+        self._callbacks, self._events = split_callbacks(callbacks or ())
+        self._peft_config = peft_config
+        if peft_config is not None and self._given.lora is not None:
+            raise ConfigError("peft_config: the model is a PeftModel already; give only one")
+        self._lora = self._given.lora or lora_section(peft_config)
+        if self._lora is not None and getattr(self.args, "disable_dropout", False) and self._lora.get("dropout"):
+            self._lora["dropout"] = 0.0
+            self._notes.append("lora_dropout: 0, as TRL switches dropout off (disable_dropout)")
+        self._quantization = self._given.quantization or self._named_quantization
+        if self._quantization and self._lora is None:
+            raise ConfigError("quantised weights are not trained: add adapters (peft_config)")
+        self.run_dir = _run_dir(self.args.output_dir, self.kind, type(self.args).__name__)
+        self.config: RunConfig | None = None
+        """The resolved config of the run; None before `train`."""
+        self._train_rows, self._eval_rows = self._read_rows(train_dataset, eval_dataset)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self._items: list[dict[str, Any]] = []
+        self._local: dict[str, Any] = {}
+        if self._events:
+            self._events.call("on_init_end", self)
+
+    # ----------------------------------------------------------------------------------------------------------------
+    # Arguments
+
+    def _own_args(self, args: Any) -> Any:
+        """Return a copy of the trainer's config, made from transformers' `TrainingArguments` if it is one.
+
+        Raises:
+            ConfigError: it belongs to another trainer, or to the package trl.
+        """
+        from transformers import TrainingArguments
+
+        wanted = CONFIGS[self.kind]
+        if args is None:
+            return wanted()
+        if type(args) is TrainingArguments:
+            return from_training_arguments(args, self.kind)
+        if not isinstance(args, wanted):
+            where = " of trl: import it from atomrl.trl" if type(args).__module__.startswith("trl.") else ""
+            raise ConfigError(f"args must be a {wanted.__name__}, not {type(args).__name__}{where}")
+        return copy.deepcopy(args)
+
+    def _take_others(self, others: Mapping[str, Any]) -> None:
+        for name, value in others.items():
+            if value is None or value == (None, None) or value == []:
+                continue
+            if name in REFUSED:
+                raise ConfigError(f"{type(self).__name__}({name}=...) has no counterpart: {REFUSED[name]}")
+            if name == "data_collator":
+                self._check_collator(value)
+            elif name == "quantization_config":
+                self.args.model_init_kwargs = {**(self.args.model_init_kwargs or {}), name: value}
+            elif name in IDLE:
+                self._notes.append(f"{name}: no effect here")
+            elif isinstance(self.args, TRLConfig):
+                setattr(self.args, name, value)  # which refuses an unknown one
+            else:
+                raise TypeError(f"{type(self).__name__} has no argument {name!r}")
+
+    def _check_collator(self, collator: Any) -> None:
+        name = type(collator).__name__
+        if name == "DataCollatorForLanguageModeling" and not getattr(collator, "mlm", False):
+            return
+        raise ConfigError(
+            f"data_collator: {name} has no counterpart: a row's tokens are trained as TRL trains them without one; "
+            "give prompt and completion in columns, or completion_only_loss or assistant_only_loss, to select tokens"
+        )
+
+    @property
+    def _named_quantization(self) -> str | None:
+        settings = getattr(self.args, "model_init_kwargs", None)
+        return quantization_of(settings.get("quantization_config")) if isinstance(settings, Mapping) else None
+
+    def _read_rows(self, train: Any, held_out: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+        if train is None:
+            raise ConfigError("train_dataset: is required")
+        return plain_rows(train, "train_dataset"), None if held_out is None else plain_rows(held_out, "eval_dataset")
+
+    # ----------------------------------------------------------------------------------------------------------------
+    # The run
+
+    def _sections(self) -> dict[str, Any]:
+        """Return further sections of the config, besides those that all trainers have."""
+        return {}
+
+    def train(self, resume_from_checkpoint: bool | str | Path | None = None, **_: Any) -> TrainResult:
+        """Start the run, or continue the run in `args.output_dir` from its newest checkpoint.
+
+        Ctrl-C finishes the current step, saves a checkpoint, and returns.
+
+        Args:
+            resume_from_checkpoint: True, or the path of the run's newest checkpoint.
+
+        Returns:
+            The run's summary, a dict: `run` (its folder), `model` (folder of the trained model), `finished`, `steps`,
+            `wall_s`, and with an `eval_dataset` `accuracy_before`, `accuracy_after`, ...; with TRL's attributes.
+
+        Raises:
+            ConfigError, DataError, RewardError: the message uses the names of `GRPOArgs`.
+        """
+        if (started := launched()) is not None and started.rank > 0:
+            # of a launcher that started the script several times: the first process trains, this one is its rank
+            follow_launcher(FSDPConfig(type="fsdp"), device_name(self._device))
+            raise SystemExit(0)
+        resume = self._check_folder(resume_from_checkpoint)
+        try:
+            config = self._make_config(resume)
+            if planning is not None:
+                planning(self, config)
+            run = prepare_run(config, self._local or None)
+            self.config = run.config
+            print_line(f"{self._describe_data()}; run folder {self.run_dir}")
+            print_line("\n".join([*run.describe_batch(), run.describe_ranks()]))
+            for note in self.notes():
+                print_line(note)
+            device = self._given.to_cpu()
+            if self._events:
+                self._events.call("on_train_begin", self)
+                self._events.call("on_step_begin", self, 1)
+            summary = run.execute(resume, callbacks=[*self._callbacks, *self._step_events()], wording=hint)
+        except (ConfigError, DataError) as error:
+            raise type(error)(renamed(str(error), NAMES)) from error
+        if summary["model"] is not None:
+            self._model = (
+                None  # drop a cached initial model, so that `model` loads the trained one
+                if self._given.is_name
+                else self._given.take(summary["model"], device, self._load, self._peft_config)
+            )
+        if not summary["finished"]:
+            print_line("stopped early; continue with train(resume_from_checkpoint=True)")
+        if self._events:
+            self._events.call("on_train_end", self)
+        if getattr(self.args, "push_to_hub", False):
+            self.push_to_hub()
+        return TrainResult(summary, self.state.log_history)
+
+    def _step_events(self) -> list[Callable[[int, Mapping[str, float]], bool]]:
+        return [self._events.after_step(self)] if self._events else []
+
+    def notes(self) -> list[str]:
+        """List what differs from TRL, and the arguments without effect here."""
+        return [*(self.args.notes() if isinstance(self.args, TRLConfig) else ()), *self._notes]
+
+    def _describe_data(self) -> str:
+        return f"{len(self._train_rows)} rows"
+
+    def _check_folder(self, resume: Any) -> bool:
+        """Return whether to resume. Checks the folder before any objects are written into it."""
+        if isinstance(resume, str | Path):
+            newest = self.run_dir / "model"
+            if newest.exists() and Path(resume).resolve() not in (newest.resolve(), self.run_dir.resolve()):
+                raise ConfigError(
+                    f"resume_from_checkpoint={str(resume)!r} is not the newest checkpoint of {self.run_dir} "
+                    f"({newest.resolve()}): a run continues from its newest one"
+                )
+        if resume and (self.args.output_dir is None or not (self.run_dir / "config.yaml").is_file()):
+            raise ConfigError(
+                f"no run to resume in {self.run_dir}: set {type(self.args).__name__}.output_dir to the run's folder"
+            )
+        if not resume and is_begun(self.run_dir):
+            raise ConfigError(
+                f"the run {self.run_dir} already exists: continue it with train(resume_from_checkpoint=True), "
+                f"or set {type(self.args).__name__}.output_dir to another folder"
+            )
+        return bool(resume)
+
+    def _make_config(self, resume: bool) -> RunConfig:
+        """Write the objects into the run's folder, and build the config that names them."""
+        inputs = self.run_dir / INPUTS
+        model, adapters = self._given.write(inputs / "model") if not resume else self._written(inputs)
+        tokenizer = self._initial_tokenizer
+        if tokenizer is not None and not isinstance(tokenizer, str | Path):
+            if not resume:
+                tokenizer.save_pretrained(inputs / "tokenizer")
+            tokenizer = str(inputs / "tokenizer")
+        answer = "ground_truth" if "ground_truth" in self._train_rows[0] else None
+        data = {"train": str(inputs / "train.jsonl"), "answer_field": answer}
+        write_jsonl(self._train_rows, inputs / "train.jsonl")
+        if self._eval_rows is not None:
+            data["eval"] = str(inputs / "eval.jsonl")
+            write_jsonl(self._eval_rows, inputs / "eval.jsonl")
+        lora = self._lora if adapters is None else {**(self._lora or {}), "start": adapters}
+        of_model = {"path": model, "tokenizer": None if tokenizer == model else tokenizer and str(tokenizer)}
+        of_model |= {"lora": lora} | ({"quantization": self._quantization} if self._quantization else {})
+        tree = {
+            "run_name": self.run_dir.name,
+            "output_dir": str(self.run_dir.parent),
+            "model": of_model,
+            "data": data,
+            **self._sections(),
+        }
+        return load_config(merge_trees(self.args.to_tree(), tree), name=type(self).__name__)
+
+    def _written(self, inputs: Path) -> tuple[str, str | None]:
+        adapters = inputs / "adapters"
+        model = inputs / "model" if (inputs / "model").exists() else self._given.model
+        if not isinstance(model, str | Path):
+            model = getattr(self._given.base.config, "_name_or_path", "")
+        return str(model), str(adapters) if adapters.exists() else None
+
+    # ----------------------------------------------------------------------------------------------------------------
+    # Members that scripts read
+
+    @property
+    def model(self) -> Any:
+        """The model as a transformers model, trained once `train` has returned; a `PeftModel` with adapters. If the
+        model was passed as an object, it is that object, and `train` updates its weights."""
+        if self._model is None:
+            trained = self.run_dir / "model"
+            there = trained.exists() and self.config is not None
+            self._model = self._load(trained if there else resolve_folder(self._given.model))
+            self._model.to(device_name(self._device))
+        return self._model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        self._model = model
+
+    @property
+    def _device(self) -> str:
+        return self.args.chosen_device if isinstance(self.args, TRLConfig) else self.args.device
+
+    @property
+    def processing_class(self) -> Any:
+        """The tokenizer."""
+        return self.tokenizer
+
+    @processing_class.setter
+    def processing_class(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """What scripts read of accelerate's object."""
+        return Accelerator(device_name(self._device))
+
+    is_fsdp_enabled = is_deepspeed_enabled = False
+
+    @property
+    def log_history(self) -> list[dict[str, Any]]:
+        """Metrics of every step and evaluation so far, each a dict with `step` (names: docs/reference/cli.md)."""
+        return read_metrics(self.run_dir / "metrics.jsonl") if self.config else []
+
+    @property
+    def state(self) -> SimpleNamespace:
+        """TRL's `trainer.state`: `log_history`, also with TRL's metric names, and `global_step`."""
+        rows = [in_trl_names(row) for row in self.log_history]
+        step = max((row["step"] for row in rows), default=0)
+        return SimpleNamespace(
+            log_history=rows, global_step=step, max_steps=self.config.train.steps if self.config else 0,
+            epoch=None, is_world_process_zero=True, is_local_process_zero=True, best_metric=None,
+            best_model_checkpoint=None,
+        )  # fmt: skip
+
+    def is_world_process_zero(self) -> bool:
+        """Return True: ranks do not run the script."""
+        return True
+
+    is_local_process_zero = is_world_process_zero
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a `TrainerCallback` (object or class), or a function `f(step, metrics)`."""
+        functions, events = split_callbacks([callback])
+        self._callbacks = (*self._callbacks, *functions)
+        self._events = Events([*self._events.callbacks, *events.callbacks])
+
+    def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
+        """Save model and tokenizer in Hugging Face layout.
+
+        Args:
+            output_dir: None: the run's folder.
+        """
+        folder = self.run_dir if output_dir is None else output_dir
+        from atomrl.models.older_readers import make_readable
+
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        make_readable(folder)
+
+    @property
+    def hub_model_id(self) -> str:
+        """Name of the model's repository on the hub."""
+        return getattr(self.args, "hub_model_id", None) or self.run_dir.name
+
+    def push_to_hub(self, commit_message: str | None = "End of training", **options: Any) -> str:
+        """Upload the trained model to the hub, with `huggingface_hub`.
+
+        Args:
+            options: `token` and `revision` of the upload; others are for the model card.
+
+        Returns:
+            Name of the repository.
+        """
+        import tempfile
+
+        from huggingface_hub import HfApi
+
+        token = options.get("token") or getattr(self.args, "hub_token", None)
+        api = HfApi(token=token)
+        private = getattr(self.args, "hub_private_repo", None)
+        repository = getattr(
+            api.create_repo(self.hub_model_id, private=private, exist_ok=True), "repo_id", self.hub_model_id
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_model(folder)
+            self.create_model_card(folder=folder)
+            api.upload_folder(
+                repo_id=repository, folder_path=folder, commit_message=commit_message, revision=options.get("revision")
+            )
+        print_line(f"uploaded to {repository}")
+        return str(repository)
+
+    def create_model_card(self, *_: Any, folder: str | Path | None = None, **details: Any) -> None:
+        """Write README.md for the hub: the base model, and that it was trained here.
+
+        Args:
+            details: TRL's arguments; `model_name`, `dataset_name` and `tags` are used.
+        """
+        base = self._given.model if self._given.is_name else getattr(self._given.base.config, "_name_or_path", "")
+        tags = details.get("tags") or []
+        lines = [
+            "---",
+            "library_name: transformers",
+            f"tags: {json.dumps([*([tags] if isinstance(tags, str) else tags), 'atomrl'])}",
+        ]
+        lines += [f"base_model: {base}"] if base else []
+        lines += [f"datasets: {json.dumps(details['dataset_name'])}"] if details.get("dataset_name") else []
+        title = details.get("model_name") or self.run_dir.name
+        lines += ["---", "", f"# {title}", "", f"Trained with AtomRL's {type(self).__name__}.", ""]
+        target = Path(folder or self.run_dir)
+        target.mkdir(parents=True, exist_ok=True)
+        (target / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+    def evaluate(self, eval_dataset: Any = None, **_: Any) -> dict[str, float]:
+        """Return the metrics of the evaluation after training, with `eval_` before TRL's names.
+
+        Raises:
+            ConfigError: there was none, or another data set is given.
+        """
+        if eval_dataset is not None and eval_dataset is not self.eval_dataset:
+            raise ConfigError("evaluate(eval_dataset=...): give it to the trainer; it is evaluated after training")
+        if self._eval_rows is None:
+            raise ConfigError("evaluate(): the trainer has no eval_dataset")
+        rows = [row for row in self.state.log_history if any(name.startswith("eval") for name in row)]
+        if not rows:
+            raise ConfigError(
+                "evaluate(): call it after train(), which evaluates before the first and after the last step"
+            )
+        return {name.replace("eval/", "eval_"): value for name, value in rows[-1].items() if name.startswith("eval")}
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Print metrics."""
+        print(
+            f"***** {split} metrics *****", *(f"  {key} = {value}" for key, value in sorted(metrics.items())), sep="\n"
+        )
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        """Write metrics to `SPLIT_results.json` in the run's folder, and with `combined` to `all_results.json`."""
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        for name in (split, *(["all"] if combined else [])):
+            file = self.run_dir / f"{name}_results.json"
+            before = json.loads(file.read_text(encoding="utf-8")) if name == "all" and file.exists() else {}
+            file.write_text(json.dumps({**before, **metrics}, indent=4, default=str) + "\n", encoding="utf-8")
+
+    def save_state(self) -> None:
+        """Write `trainer_state.json` with the metrics of all steps into the run's folder."""
+        state = {"global_step": self.state.global_step, "log_history": self.state.log_history}
+        (self.run_dir / "trainer_state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def _load(folder: str | Path) -> Any:
+        from atomrl.models.loading import model_config_only
+        from atomrl.models.shapes import auto_class
+
+        return load_trained(folder, auto_class(model_config_only(folder)))
+
+
+class GRPOTrainer(Trainer):
+    """Train a model with GRPO.
+
+    The arguments become the config of a run (`trainer.config`), and `train` is `atomrl train` on it: the same loop,
+    folder, checkpoints and metrics. Objects are saved into the run's folder, so a model passed as an object is on disk
+    too.
+
+    Args:
+        model, callbacks, peft_config, processing_class, others: as for `Trainer`.
+        tokenizer: a folder, a hub name or a tokenizer; None: the one beside the model.
+        reward_funcs: one or several of: `f(prompts, completions, **columns) -> list of numbers`, the name of a built-in
+            reward, a dotted path, a reward model (name, folder or object). A completion's reward is their weighted sum.
+        args: `GRPOArgs`, or `GRPOConfig` with TRL's arguments; None: `GRPOArgs()`.
+        train_dataset: rows with a `prompt` (text or messages), usually a `ground_truth` (or `answer` or `solution`),
+            and any other columns. None: a built-in arithmetic task.
+        eval_dataset: problems of the same form, for an evaluation before and after training.
+
+    Raises:
+        ConfigError, DataError, RewardError: the message uses the names of these arguments.
+
+    Example:
+        >>> trainer = GRPOTrainer("your-model-path", reward_funcs="strict_math")  # doctest: +SKIP
+        >>> trainer.train()["model"]  # doctest: +SKIP
+        'runs/grpo/model'
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        reward_funcs: Any = None,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        callbacks: Sequence[Any] | None = None,
+        peft_config: Any = None,
+        processing_class: Any = None,
+        **others: Any,
+    ) -> None:
+        self._built_in = train_dataset is None
+        listed = (
+            reward_funcs if isinstance(reward_funcs, Sequence) and not isinstance(reward_funcs, str) else [reward_funcs]
+        )
+        self._copies_answer = isinstance(args, GRPOArgs | None) or any(
+            isinstance(one, str) and one in REWARDS for one in listed
+        )
+        super().__init__(
+            model, args, train_dataset, eval_dataset, processing_class, tokenizer, callbacks, peft_config, **others
+        )
+        of_trl = isinstance(self.args, TRLConfig)
+        listed = [
+            self._reward_model(one, place) if of_trl and is_reward_model(one) else one
+            for place, one in enumerate(listed)
+        ]
+        self._items, self._local = reward_items(listed, self.args.reward_weights, of_trl)
+
+    def _reward_model(self, model: Any, place: int) -> str:
+        """Return the name or folder of a reward model; an object is saved into the run's folder."""
+        if isinstance(model, str):
+            return model
+        folder = self.run_dir / INPUTS / f"reward_model_{place}"
+        name = getattr(model.config, "_name_or_path", None)
+        if name and not self.run_dir.exists():
+            return str(name)
+        model.save_pretrained(folder)
+        return str(folder)
+
+    def _own_args(self, args: Any) -> Any:
+        if isinstance(args, GRPOArgs | None) and self.kind == "grpo":
+            return copy.deepcopy(args) if args is not None else GRPOArgs()
+        return super()._own_args(args)
+
+    def _read_rows(self, train: Any, held_out: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+        copied = self._copies_answer
+        rows = built_in_rows() if self._built_in else dataset_rows(train, "train_dataset", copied)
+        return rows, None if held_out is None else dataset_rows(held_out, "eval_dataset", copied)
+
+    def _sections(self) -> dict[str, Any]:
+        return {"reward": {"functions": self._items}}
+
+    def _describe_data(self) -> str:
+        of_task = " of the built-in arithmetic task (no train_dataset was given)" if self._built_in else ""
+        return f"{len(self._train_rows)} problems{of_task}"
+
+
+class RLOOTrainer(GRPOTrainer):
+    """Train a model with RLOO; arguments as for `GRPOTrainer`, with `RLOOConfig`."""
+
+    kind = "rloo"
+
+
+class OnlineDPOTrainer(GRPOTrainer):
+    """Train a model with online DPO, on pairs of its own completions that the rewards rank (`OnlineDPOConfig`)."""
+
+    kind = "online_dpo"
+
+    def __init__(
+        self, model: Any, ref_model: Any = None, reward_funcs: Any = None, args: Any = None, **others: Any
+    ) -> None:
+        _check_reference(ref_model, model)
+        super().__init__(model, None, reward_funcs, args, **others)
+
+
+class SFTTrainer(Trainer):
+    """Train a model on demonstrations (`SFTConfig`): conversations, prompt and completion, or text.
+
+    Args:
+        formatting_func: makes the text of a row.
+    """
+
+    kind = "sft"
+
+    def __init__(
+        self,
+        model: Any,
+        args: Any = None,
+        data_collator: Any = None,
+        *positional: Any,
+        formatting_func: Any = None,
+        **arguments: Any,
+    ) -> None:
+        self._formatting_func = formatting_func
+        super().__init__(model, args, *positional, data_collator=data_collator, **arguments)
+
+    def _read_rows(self, train: Any, held_out: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+        rows, eval_rows = super()._read_rows(train, held_out)
+        field = self.args.dataset_text_field or "text"
+        rows = sft_rows(rows, field, self._formatting_func)
+        return rows, None if eval_rows is None else sft_rows(eval_rows, field, self._formatting_func)
+
+
+class DPOTrainer(Trainer):
+    """Train a model on preferences with DPO and its variants (`DPOConfig`).
+
+    Args:
+        ref_model: None, or the same as `model`: the reference is always the initial model.
+    """
+
+    kind = "dpo"
+
+    def __init__(
+        self,
+        model: Any,
+        ref_model: Any = None,
+        args: Any = None,
+        data_collator: Any = None,
+        *positional: Any,
+        **arguments: Any,
+    ) -> None:
+        _check_reference(ref_model, model)
+        super().__init__(model, args, *positional, data_collator=data_collator, **arguments)
+
+
+class KTOTrainer(DPOTrainer):
+    """Train a model on completions labelled good or bad (`KTOConfig`); arguments as for `DPOTrainer`."""
+
+    kind = "kto"
+
+
+class ORPOTrainer(Trainer):
+    """Train a model on preferences with ORPO, without a reference (`ORPOConfig`)."""
+
+    kind = "orpo"
+
+
+class CPOTrainer(Trainer):
+    """Train a model on preferences with CPO or SimPO, without a reference (`CPOConfig`)."""
+
+    kind = "cpo"
+
+
+class RewardTrainer(Trainer):
+    """Train a reward model on preferences (`RewardConfig`)."""
+
+    kind = "reward"
+
+    @staticmethod
+    def _load(folder: str | Path) -> Any:
+        from transformers import AutoModelForSequenceClassification
+
+        return load_trained(folder, AutoModelForSequenceClassification, num_labels=1)
+
+
+def _check_reference(reference: Any, model: Any) -> None:
+    """Raise ConfigError for a reference that is another model."""
+    if reference is None or reference is model:
+        return
+    names = [
+        one if isinstance(one, str | Path) else getattr(one.config, "_name_or_path", None) for one in (reference, model)
+    ]
+    if names[0] is None or str(names[0]) != str(names[1]):
+        raise ConfigError("ref_model: the reference is always the initial model; remove it")
+
+
+def _run_dir(output_dir: str | Path | None, kind: str, args: str) -> Path:
+    """Return the run's folder: `output_dir`, or the first of `runs/KIND`, `runs/KIND-2`, ... that does not exist."""
+    if output_dir is not None:
+        path = Path(output_dir)
+        if path.name in ("", "..") or path.name.startswith("."):
+            raise ConfigError(
+                f"{args}.output_dir must be a folder whose name does not begin with a dot (got {str(output_dir)!r})"
+            )
+        return path
+    names = itertools.chain([f"runs/{kind}"], (f"runs/{kind}-{number}" for number in itertools.count(2)))
+    return next(path for path in map(Path, names) if not path.exists())
+
+
+def print_line(line: str) -> None:
+    """Print a line to stderr."""
+    print(line, file=sys.stderr)

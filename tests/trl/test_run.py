@@ -1,0 +1,187 @@
+"""`atomrl run`: scripts and notebooks of TRL and unsloth, unchanged, on a tiny model."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import yaml
+
+from atomrl.cli.main import main
+from atomrl.redirect import VARIABLE, Finder
+from tests.tiny import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(make_tiny_model(tmp_path_factory.mktemp("tiny") / "model"))
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch, model):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MODEL", model)
+    monkeypatch.setenv(VARIABLE, "")
+    yield tmp_path
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("trl", "unsloth", "my_rewards")]:
+        del sys.modules[name]
+
+
+def write(place, text, name="train.py"):
+    (place / name).write_text(textwrap.dedent(text))
+    return name
+
+
+GRPO = """
+    import os
+    from trl import GRPOConfig, GRPOTrainer
+
+    def reward(completions, **columns):
+        return [float(len(text)) for text in completions]
+
+    SMALL = dict(max_completion_length=4, num_generations=2, per_device_train_batch_size=2, max_steps=1, use_cpu=True)
+    def trainer(out, **arguments):
+        return GRPOTrainer(os.environ["MODEL"], reward_funcs=reward, args=GRPOConfig(out, **SMALL, **arguments),
+                           train_dataset=[{"prompt": f"{n}+1="} for n in range(4)])
+"""
+
+COMMAND_LINE = """
+    from dataclasses import dataclass
+    import os
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config
+    from trl.trainer.sft_trainer import SFTTrainer as Same
+
+    @dataclass
+    class Arguments(SFTConfig):
+        chat_template: str | None = None
+
+    class Ends(TrainerCallback):
+        def on_step_end(self, args, state, control, **others):
+            control.should_training_stop = state.global_step == 2
+            return control
+
+    if __name__ == "__main__":
+        args, of_model = TrlParser((Arguments, ModelConfig)).parse_args_and_config()
+        assert of_model.dtype == "bfloat16"
+        assert args.chat_template == "mine" and args.max_length == 32 and Same is SFTTrainer
+        rows = [{"text": f"one and {n}"} for n in range(8)]
+        trainer = SFTTrainer(of_model.model_name_or_path, args=args, train_dataset=rows, eval_dataset=rows[:2],
+                             peft_config=get_peft_config(of_model), callbacks=[Ends()],
+                             processing_class=AutoTokenizer.from_pretrained(of_model.model_name_or_path))
+        result = trainer.train(resume_from_checkpoint=None)
+        trainer.log_metrics("train", result.metrics)
+        trainer.save_metrics("train", result.metrics)
+        trainer.save_state()
+        trainer.save_model("saved")
+        trainer.create_model_card(tags="x")
+        if trainer.accelerator.is_main_process:
+            print(result.global_step, result.training_loss > 0, trainer.evaluate()["eval_loss"] > 0)
+"""
+
+
+def test_a_script_with_a_command_line_runs_as_it_is(place, model, capfd):
+    script = write(place, COMMAND_LINE)
+    (place / "a.yaml").write_text(
+        f"model_name_or_path: {model}\ntorch_dtype: bfloat16\nchat_template: mine\nuse_peft: true\n"
+    )
+    words = [
+        "--config",
+        "a.yaml",
+        "--output_dir",
+        "out",
+        "--max_seq_length",
+        "32",
+        "--max_steps",
+        "9",
+        "--use_cpu",
+        "true",
+    ]
+    assert main(["run", script, *words, "--lora_r=2", "--lora_target_modules", "q_proj", "v_proj"]) == 0
+    out, err = capfd.readouterr()
+    assert "2 True True" in out and "the defaults are those of TRL" in err
+    assert json.loads((place / "out/all_results.json").read_text())["train_loss"] > 0
+    assert (place / "saved/adapter_model.safetensors").is_file() and (place / "out/trainer_state.json").is_file()
+    config = yaml.safe_load((place / "out/config.yaml").read_text())
+    assert config["data"]["chat_template"] == "messages_only" and config["model"]["lora"]["rank"] == 2
+
+
+def test_a_dry_run_and_the_config_stop_where_the_script_would_train(place, capfd):
+    script = write(place, GRPO + '    trainer("out", beta=0.04).train()\n    raise SystemExit("REACHED")\n')
+    assert main(["run", "--dry-run", "--config-out", "x.yaml", script]) == 0
+    out, err = capfd.readouterr()
+    assert "the defaults are those of TRL" in out and "REACHED" not in err
+    assert yaml.safe_load((place / "x.yaml").read_text())["algorithm"]["kl"]["coefficient"] == 0.04
+    assert not (place / "out/metrics.jsonl").exists()
+
+
+BAD = {
+    "another trainer": ("from trl import PPOTrainer", 2, r"train.py:1: AtomRL has no PPOTrainer .*ppo.md"),
+    "an experimental one": ("from trl.experimental.nash_md import NashMDTrainer", 2, "no NashMDTrainer of TRL"),
+    "no training": ("import trl", 0, ""),
+    "an exit": ("import trl, sys; sys.exit(3)", 3, ""),
+    "an exit with words": ("import trl, sys; sys.exit('no flags')", 1, "no flags"),
+    "its own error": ("import trl\n1 / 0", 1, "ZeroDivisionError"),
+    "standard input": ("import trl\ninput()", 1, "EOFError|stdin"),
+    "internals": ("from trl import SFTTrainer\nclass X(SFTTrainer):\n def compute_loss(self): 0", 2,
+                  "train.py:2: class X overrides compute_loss"),
+    "unknown argument": ("from trl import SFTConfig\nSFTConfig('o', lerning_rate=1)", 2, "train.py:2: .*learning_rate"),
+    "unsloth's pictures": ("from unsloth import FastVisionModel", 2, "no FastVisionModel of unsloth"),
+    "inside a function": ("def f():\n from trl import ORPOConfig, PRMTrainer\nf()", 2, "train.py:2: AtomRL has no PRM"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_a_script_may_do_ends_as_its_author_expects(what, place, capfd):
+    text, code, said = BAD[what]
+    assert main(["run", write(place, text)]) == code
+    assert re.search(said, capfd.readouterr().err)
+
+
+def test_two_trainers_a_fork_and_a_second_run_of_one_folder(place, capfd):
+    script = write(
+        place,
+        GRPO
+        + """
+    if not (pid := os.fork()):
+        os._exit(0)
+    os.waitpid(pid, 0)
+    trainer("one").train()
+    trainer("two").train()
+    trainer("one").train()
+    """,
+    )
+    assert main(["run", script]) == 2
+    assert (place / "one/summary.json").is_file() and (place / "two/summary.json").is_file()
+    assert re.search(r"train.py:\d+: the run one already exists", capfd.readouterr().err)
+
+
+def test_a_reward_in_a_module_that_imports_trl_works_in_its_worker(place):
+    write(
+        place,
+        "from trl import GRPOConfig\ndef fixed(completions, **_): return [1.0 * len(c) for c in completions]",
+        "my_rewards.py",
+    )
+    script = write(place, GRPO + "    from my_rewards import fixed as reward\n    trainer('out').train()\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "atomrl", "run", script], capture_output=True, text=True, env=dict(os.environ)
+    )
+    assert done.returncode == 0, done.stderr
+    assert "my_rewards" in (place / "out/config.yaml").read_text()
+
+
+def test_a_notebook_runs_without_its_shell_lines(place, capfd):
+    cells = [
+        ["!pip install trl \\\n", "  unsloth\n", "%env X=1\n", "import trl\n"],
+        "%%bash\nls\n",
+        "if trl:\n  !ls\nprint('ran')",
+    ]
+    cells = [{"cell_type": "code", "source": cell} for cell in cells] + [{"cell_type": "markdown", "source": "!no"}]
+    (place / "a.ipynb").write_text(json.dumps({"cells": cells}))
+    assert main(["run", "a.ipynb"]) == 0
+    out, err = capfd.readouterr()
+    assert out == "ran\n" and "left out: !pip install trl" in err and "%%bash (its cell)" in err

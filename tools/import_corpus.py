@@ -1,0 +1,77 @@
+"""Score `atomrl import` on public configs and scripts.
+
+    python tools/import_corpus.py CHECKOUTS [--out docs/development/import_corpus.md]
+
+`CHECKOUTS` holds a checkout of each repository that `tools/import_corpus.txt` names, at its commit. Each file of a
+pattern there is imported, and the table has its result: the kind of run, the number of steps left to the user, or the
+error. Nothing in the files is executed.
+"""
+
+import argparse
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from atomrl.config import ConfigError
+from atomrl.tools.importers import import_config
+
+LIST = Path(__file__).with_suffix(".txt")
+
+
+def listed(checkouts: Path) -> Iterator[tuple[str, str, Path]]:
+    """Yield (repository, path within it, path on this machine) of each file of the list.
+
+    Raises:
+        SystemExit: a pattern matches no file.
+    """
+    for line in LIST.read_text().splitlines():
+        repository, _, pattern = line.partition(" ")
+        if not line or line.startswith("#"):
+            continue
+        root = checkouts / repository.partition("@")[0].replace("/", "+")
+        text, _, unless = pattern.partition(" ")
+        files = [path for path in sorted(root.glob(text)) if not unless or re.search(unless, path.read_text())]
+        if not files:
+            raise SystemExit(f"{root} has no {text}: check out {repository} there")
+        yield from ((repository, str(path.relative_to(root)), path) for path in files)
+
+
+def result(path: Path) -> tuple[str, str]:
+    """Return (`imported`, `left to you` or `refused`; kind of run or reason)."""
+    try:
+        imported = import_config(path, out="out.yaml")
+    except ConfigError as error:
+        return "refused", re.sub(r"\s+", " ", str(error).replace(str(path), path.name))[:140].replace("|", "\\|")
+    count = len(imported.to_do)
+    return ("left to you" if count else "imported"), f"{imported.config.kind}" + f", {count} to do" * bool(count)
+
+
+def main() -> None:
+    """Write the table."""
+    parser = argparse.ArgumentParser(description="Score atomrl import on public files.")
+    parser.add_argument("checkouts", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("docs/development/import_corpus.md"))
+    arguments = parser.parse_args()
+    rows = [(repository, name, *result(path)) for repository, name, path in listed(arguments.checkouts)]
+    repositories = list(dict.fromkeys(row[0] for row in rows))
+    counts = Counter((row[0], row[2]) for row in rows)
+    words = ("imported", "left to you", "refused")
+    lines = [
+        "# Public files through `atomrl import`", "",
+        "Written by `tools/import_corpus.py`. *Left to you*: imported, and the report names steps that are left.", "",
+        "| repository | files | imported | left to you | refused |", "|---|---|---|---|---|",
+        *(
+            f"| {name} | {sum(counts[name, word] for word in words)} | "
+            f"{' | '.join(str(counts[name, word]) for word in words)} |"
+            for name in repositories
+        ),
+    ]  # fmt: skip
+    for repository in repositories:
+        lines += ["", f"## {repository}", "", "| file | result | kind or reason |", "|---|---|---|"]
+        lines += [f"| `{name}` | {word} | {text} |" for one, name, word, text in rows if one == repository]
+    arguments.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
