@@ -592,7 +592,8 @@ def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
 def test_nothing_is_executed(tmp_path: Path) -> None:
     marker = tmp_path / "executed"
     keys = "data.train_batch_size=4 actor_rollout_ref.actor.ppo_mini_batch_size=4 algorithm.adv_estimator=grpo"
-    script = f"N=$(touch {marker}; echo 4)\nM=`touch {marker}`\n{MAIN} {keys} trainer.project_name=$N a.b=$(touch {marker})\n"
+    script = f"N=$(touch {marker}; echo 4)\nM=`touch {marker}`\n"
+    script += f"{MAIN} {keys} trainer.project_name=$N a.b=$(touch {marker})\n"
     imported = import_config(written(tmp_path, "a.sh", script), "verl")
     assert not marker.exists()
     assert "$(touch" in imported.config.tracking.wandb_project

@@ -107,7 +107,8 @@ def test_sft_of_verl_is_sft(tmp_path: Path) -> None:
 
 
 def test_the_config_of_config_name_is_read(tmp_path: Path) -> None:
-    config = "defaults: [ppo_trainer, _self_]\nhydra: {searchpath: [x]}\nactor_rollout_ref: {actor: {ppo_mini_batch_size: 4}, rollout: {n: 16%s}}\n"
+    config = "defaults: [ppo_trainer, _self_]\nhydra: {searchpath: [x]}\n"
+    config += "actor_rollout_ref: {actor: {ppo_mini_batch_size: 4}, rollout: {n: 16%s}}\n"
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "mine.yaml").write_text(config % "")
     text = f'DIR="$(pwd)"\n{PPO} --config-path="$DIR/conf" --config-name=mine'

@@ -576,6 +576,8 @@ def _policy(path: Path, flags: Settings) -> Translation:
     put_verl_gpus(t)
     t.move(MOVES)
     _data(t)
+    if not searches:
+        _overlong_prompts(t)
     _updates(t)
     _model(t)
     translate_objective(t)
@@ -698,6 +700,9 @@ def _data(t: Translation) -> None:
     for theirs, ours in (("data.train_max_samples", "data.train_size"), ("data.val_max_samples", "data.eval_size")):
         if t(theirs) not in (None, -1):
             t.put(ours, t.integer(theirs), theirs)
+
+
+def _overlong_prompts(t: Translation) -> None:
     drops, truncation = t.flag("data.filter_overlong_prompts"), t("data.truncation") or "error"
     names = ("data.filter_overlong_prompts", "data.truncation")
     if drops:
