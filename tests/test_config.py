@@ -83,7 +83,7 @@ def test_every_section_refuses_unknown_keys():
         ({"seed": -1}, r"seed: .*\(got -1\)"),
         ({"train": 3}, r"train: must be a mapping of keys \(got 3\)"),
         ({"train": {"learning_rate": float("inf")}}, r"train.learning_rate: .*finite"),
-        ({"algorithm": "dapo"}, r"c.yaml:\n  algorithm must be a mapping with a name, as in {name: dapo}, got 'dapo'$"),
+        ({"algorithm": 7}, r"c.yaml:\n  algorithm must be a mapping with a name, as in {name: dapo}, got 7$"),
         (
             {"algorithm": {"aggregate": "token_mean"}},
             r"'algorithm.aggregate'; did you mean 'algorithm.loss_agg.type'\?",
@@ -397,3 +397,54 @@ def test_functions_beside_the_config_are_found_from_python_too(tmp_path, monkeyp
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir("/")
     assert load_config(tmp_path / "run.yaml").algorithm.advantage.function == "./beside_me.py:mine"
+
+
+TREE = "model: {path: 1e5}\ndata: {train: chain, train_size: 10}\n"
+
+
+@pytest.mark.parametrize(
+    "text", ["2024", "007", "1e5", "1_000", "0x1f", "12:30:00", "2024-01-01", "true", "off", "1.50"]
+)
+def test_a_text_key_takes_what_looks_like_a_number(text, tmp_path):
+    """In a file of either layout and on the command line, as it is written."""
+    (tmp_path / "c.yaml").write_text(f"run_name: {text}\n{TREE}")
+    config = load_config(tmp_path / "c.yaml", [f"output_dir={text}", f"rollout.stop=[{text}, a]", "seed=007"])
+    assert (config.run_name, config.output_dir, config.rollout.stop) == (text, text, (text, "a"))
+    assert config.model.path == "1e5" and config.seed == 7
+    six = f"model_config: {{model_name_or_path: {text}}}\ntrain_config: {{train_dataset: {text}}}\n"
+    (tmp_path / "six.yaml").write_text(f"{six}wandb_config: {{run_name: {text}}}\n")
+    config = load_config(tmp_path / "six.yaml")
+    assert (config.run_name, config.model.path, config.data.train) == (text, text, text)
+
+
+def test_quoted_text_null_and_other_types_are_as_yaml_has_them(tmp_path):
+    (tmp_path / "c.yaml").write_text(f'run_name: "7"\n{TREE}')
+    config = load_config(tmp_path / "c.yaml", ["data.eval=null", "reward.functions=[{function: gsm8k, args: {x: 7}}]"])
+    assert config.run_name == "7" and config.data.eval is None and config.reward.functions[0].args == {"x": 7}
+    with pytest.raises(ConfigError, match="run_name"):
+        load_config(tmp_path / "c.yaml", ["run_name=null"])
+
+
+def test_an_algorithm_is_named_alone(tmp_path):
+    (tmp_path / "c.yaml").write_text(f"run_name: r\nalgorithm: rloo\n{TREE}")
+    assert load_config(tmp_path / "c.yaml").algorithm.name == "rloo"
+    changed = load_config(tmp_path / "c.yaml", ["algorithm=grpo", "algorithm.kl.coefficient=0.25"]).algorithm
+    assert changed.name == "grpo" and changed.kl.coefficient == 0.25
+    kept = load_config(tmp_path / "c.yaml", ["algorithm.kl.coefficient=0.25"]).algorithm
+    assert kept.name == "rloo" and kept.kl.coefficient == 0.25
+    assert load_config(load_config(tmp_path / "c.yaml"), ["algorithm=dapo"]).algorithm.name == "dapo"
+
+
+@pytest.mark.parametrize(("name", "section"), [("sft", "sft"), ("SFT", "sft"), ("pretrain", "pretrain")])
+def test_a_kind_of_run_that_is_no_algorithm_names_its_section(name, section, tmp_path):
+    (tmp_path / "c.yaml").write_text(f"run_name: r\nalgorithm: {name}\n{TREE}")
+    with pytest.raises(ConfigError, match=f"a section `{section}` makes such a run"):
+        load_config(tmp_path / "c.yaml")
+
+
+@pytest.mark.parametrize("override", ["model=abc", "reward=gsm8k", "data=rows.jsonl", "rollout=vllm"])
+def test_a_value_in_the_place_of_a_section_is_answered_with_a_key(override, tmp_path):
+    (tmp_path / "c.yaml").write_text(f"run_name: r\n{TREE}")
+    section = override.partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"{section}: must be a mapping of keys .*, such as {section}\."):
+        load_config(tmp_path / "c.yaml", [override])

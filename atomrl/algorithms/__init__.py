@@ -23,15 +23,22 @@ PREFERENCES = _objectives(PreferenceObjective)
 """Preference algorithms: on a dataset of preferences, or on rollouts if `online`."""
 
 
+SECTIONS = {
+    "sft": ("sft", "configs/quickstart_sft.yaml"),
+    "pretrain": ("pretrain", "configs/pretrain_gpt2.yaml"),
+    "pretraining": ("pretrain", "configs/pretrain_gpt2.yaml"),
+}
+"""Kinds of run that are no algorithm -> (the section that selects them, an example)."""
+
 Objective = PolicyObjective | PreferenceObjective | RewardModelObjective
 
 
-def objective_of(value: Objective | Mapping[str, Any]) -> Objective:
+def objective_of(value: Objective | Mapping[str, Any] | str) -> Objective:
     """Return the algorithm that a config's key `algorithm` describes.
 
     Args:
         value: `{name: grpo, clip: {high: 0.28}}`: a key of `ALGORITHMS` or of `PREFERENCES`, or `reward_model` (default
-            `grpo`), and overrides by axis; or an objective, which is returned as it is.
+            `grpo`), and overrides by axis; or the name alone; or an objective, which is returned as it is.
 
     Raises:
         ValueError: not a mapping; or an unknown name, axis, parameter or type, with the nearest valid one.
@@ -42,9 +49,17 @@ def objective_of(value: Objective | Mapping[str, Any]) -> Objective:
     """
     if isinstance(value, Objective):
         return value
+    if isinstance(value, str):
+        value = {"name": value}
     if not isinstance(value, Mapping):
         raise ValueError(f"algorithm must be a mapping with a name, as in {{name: dapo}}, got {value!r}")
     named: dict[str, Objective] = {**ALGORITHMS, **PREFERENCES, "reward_model": RewardModelObjective()}
     name = str(value.get("name", "grpo"))
+    if name.lower() in SECTIONS:
+        section, example = SECTIONS[name.lower()]
+        raise ValueError(
+            f"algorithm.name: {name!r} is no algorithm; a section `{section}` makes such a run ({example}); remove "
+            "algorithm"
+        )
     check_name("algorithm.name", name, list(named))
     return named[name].override({axis: change for axis, change in value.items() if axis != "name"})

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import argparse
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from atomrl.common.errors import nearest
 
 if TYPE_CHECKING:
     from atomrl.config import RunConfig  # pydantic is imported in functions: a command's help does not wait for it
 
+FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
+"""Suffixes of data files; names of tasks and of data sets of the hub have none of them."""
 NO_LIMIT = 1_000_000
 """Default of `data.max_prompt_tokens` for commands that must not drop prompts."""
 
@@ -23,13 +28,35 @@ def add_config(parser: argparse.ArgumentParser, metavar: str = "CONFIG") -> None
     parser.set_defaults(prepare=partial(join_overrides, parser))
 
 
+def check_config(arguments: argparse.Namespace) -> None:
+    """Read the file of a config, so that a missing or broken one is named at once: the libraries that check its keys
+    take seconds to import.
+
+    Raises:
+        ConfigError: there is no file, or it is not YAML.
+    """
+    from atomrl.common.yaml_files import config_file, read_yaml
+
+    read_yaml(config_file(arguments.config))
+
+
+def check_exists(path: str | Path, what: str = "data file") -> None:
+    """Raise an error if a path can only be a file and does not exist, before the libraries that read it are imported.
+
+    Raises:
+        ValueError: it does not exist.
+    """
+    if Path(path).suffix in FILES and not Path(path).exists():
+        raise ValueError(f"{what} {path} does not exist")
+
+
 def join_overrides(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
     """Rewrite `--key value` and `--key=value` as `key=value`, and move the value of `--config` to the front.
 
     Only the parser's own options keep their dashes.
 
     Raises:
-        ValueError: a key has no value.
+        ValueError: a key has no value, or looks like a misspelt option.
 
     Example:
         >>> parser = argparse.ArgumentParser()
@@ -45,6 +72,9 @@ def join_overrides(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
             joined.append(argument)
             continue
         key, equals, value = argument[2:].partition("=")
+        is_known = key == "config" or f"--{key}" in takes_value or "." in key
+        if not is_known and (near := near_option(f"--{key}", takes_value)):
+            raise ValueError(f"--{key} is not an option of this command; did you mean {near}?")
         if not equals:
             if not rest or rest[0].startswith("--"):
                 unknown = "" if key == "config" else f"{argument} is not an option of this command; an override "
@@ -57,6 +87,17 @@ def join_overrides(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
         else:
             joined.append(f"{key}={value}")
     return joined
+
+
+def near_option(name: str, options: Iterable[str]) -> str | None:
+    """Return the option that a misspelt or shortened one means; None if none is similar.
+
+    Example:
+        >>> near_option("--resum", ["--resume", "--verbose"]), near_option("--seed", ["--resume"])
+        ('--resume', None)
+    """
+    options = [option for option in options if option.startswith("--")]
+    return nearest(name, options, cutoff=0.8) or next((each for each in options if each.startswith(name)), None)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from atomrl.cli.arguments import check_exists
 from atomrl.cli.main import Run
 from atomrl.common.files import write_jsonl
 
@@ -100,6 +101,8 @@ def add_data_serve(parser: argparse.ArgumentParser) -> Run:
 
 def prepare_text(arguments: argparse.Namespace) -> int:
     """Tokenize text files into a folder of token ids."""
+    for path in arguments.files:
+        check_exists(path, "text file")
     from atomrl.data.text import distinct_characters, prepare_tokens
     from atomrl.models.tokenizer import text_tokenizer
 
@@ -117,7 +120,7 @@ def make(arguments: argparse.Namespace) -> int:
     from atomrl.config import parse_overrides
     from atomrl.data.tasks import generate
 
-    extra = parse_overrides(arguments.arguments)
+    extra = parse_overrides(arguments.arguments, section=None)
     rows = generate(arguments.task, arguments.size, arguments.seed, arguments.split, **extra)
     print(f"{write_jsonl(rows, arguments.out)} problems of {arguments.task} ({arguments.split} split): {arguments.out}")
     return 0
@@ -154,6 +157,7 @@ def truth_reader(names: str | None) -> Callable[[Problem], str | None]:
 
 def check(arguments: argparse.Namespace) -> int:
     """Check a file as a run would read it, and print its content; problems go to stderr."""
+    check_exists(arguments.file)
     from atomrl.config import DataConfig
     from atomrl.data.checks import check_data
     from atomrl.data.tasks import is_generator

@@ -8,11 +8,12 @@ import argparse
 import faulthandler
 import importlib
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from atomrl.common.errors import did_you_mean, reraise_as
 from atomrl.common.secrets import without_secrets
@@ -134,6 +135,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_command(path, rest)
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose error about an unknown option names the one that was meant."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and message, and exit."""
+        from atomrl.cli.arguments import near_option
+
+        options = [option for action in self._actions for option in action.option_strings]
+        if message.startswith("unrecognized arguments") and (unknown := re.search(r"--[\w-]+", message)):
+            near = near_option(unknown[0], options)
+            message += f"; did you mean {near}?" if near else ""
+        super().error(message)
+
+
 def run_command(path: Sequence[str], rest: Sequence[str]) -> int:
     """Parse the arguments of a command and run it; print errors as messages.
 
@@ -145,7 +160,7 @@ def run_command(path: Sequence[str], rest: Sequence[str]) -> int:
     if sys.__stderr__ and not faulthandler.is_enabled():  # print the Python stack if native code crashes
         faulthandler.enable(sys.__stderr__)
     try:
-        parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser = Parser(formatter_class=argparse.RawDescriptionHelpFormatter)
         run = fill_parser(parser, path)
         prepare = parser.get_default("prepare") or list
         return run(parser.parse_intermixed_args(prepare(list(rest))))

@@ -15,7 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomrl.cli.arguments import NO_LIMIT, add_option, add_sampling, config_over, within_context
+from atomrl.cli.arguments import (
+    NO_LIMIT,
+    add_option,
+    add_sampling,
+    check_config,
+    check_exists,
+    config_over,
+    within_context,
+)
 from atomrl.cli.main import Run
 from atomrl.common.files import check_writable, new_folder, write_jsonl, write_text
 
@@ -88,6 +96,7 @@ def add_export(parser: argparse.ArgumentParser) -> Run:
 
 def evaluate_model(arguments: argparse.Namespace) -> int:
     """Evaluate the model, print the metrics, and write them with the completions."""
+    check_inputs(arguments)
     from atomrl.config import dump_config
     from atomrl.tracking.run_directory import refuse_secrets
 
@@ -106,6 +115,19 @@ def evaluate_model(arguments: argparse.Namespace) -> int:
               "an empty think block is invalid, <think>.</think><answer> is valid", file=sys.stderr)  # fmt: skip
     print(f"\nresult      {out}\ncompletions {out.with_suffix('.jsonl')}")
     return 0
+
+
+def check_inputs(arguments: argparse.Namespace) -> None:
+    """Check that the files of `--config` and `--data` exist, before the libraries that read them are imported.
+
+    Raises:
+        ValueError: one does not exist.
+    """
+    if arguments.config is not None:
+        check_config(arguments)
+    data = getattr(arguments, "data.eval", None)
+    if data is not None:
+        check_exists(data, "--data: data file")
 
 
 def eval_config(arguments: argparse.Namespace) -> RunConfig:
@@ -209,6 +231,7 @@ def show(figure: Figure) -> str:
 
 def complete_prompt(arguments: argparse.Namespace) -> int:
     """Print the completions; exit code 1 if an episode failed."""
+    check_inputs(arguments)
     from atomrl.engines.requests import generate
     from atomrl.trainer.build import build_engine, eval_sampling, model_path, policy_tokenizer, processor
     from atomrl.trainer.checks import check_environment, with_tools

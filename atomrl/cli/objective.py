@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomrl.cli.arguments import add_config
+from atomrl.cli.arguments import add_config, check_config
 from atomrl.cli.main import Run
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def explain(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--{option} needs --step N")
     if arguments.atoms or is_atom(arguments.config):
         return show_atoms(arguments)
+    check_config(arguments)
     from atomrl.common.functions import imports_forbidden
     from atomrl.config import load_config
     from atomrl.config.run import objective_in, setting_in

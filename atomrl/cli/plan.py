@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atomrl.cli.arguments import add_config
+from atomrl.cli.arguments import add_config, check_config
 from atomrl.cli.main import Run
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def add_plan(parser: argparse.ArgumentParser) -> Run:
 
 def plan_run(arguments: argparse.Namespace) -> int:
     """Plan for this machine, or for a GPU by its name."""
+    check_config(arguments)
     if arguments.gpu or arguments.fit:
         return run_on_gpu(arguments)
     from atomrl.cli.training import dry_run_sections, print_section

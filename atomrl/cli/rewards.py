@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from atomrl.cli.arguments import check_exists
 from atomrl.cli.main import Run
 from atomrl.common.files import check_writable, write_jsonl
 
@@ -82,6 +83,7 @@ def score_completions(arguments: argparse.Namespace) -> int:
 def score_file(arguments: argparse.Namespace) -> int:
     """Score each line of a file and print a summary; with --out, write the lines with their rewards."""
     names = arguments.name.split(",")
+    check_exists(arguments.file)
     rewards = build_named(names, arguments)
     out: Path | None = arguments.out
     if out is not None and out.resolve() == arguments.file.resolve():
@@ -120,7 +122,7 @@ def build_named(names: Sequence[str], arguments: argparse.Namespace) -> Rewards:
     from atomrl.rewards.compute import build_rewards
     from atomrl.rewards.table import LOADING
 
-    args = parse_overrides(arguments.arguments)
+    args = parse_overrides(arguments.arguments, section=None)
     if args and len(names) > 1:
         raise ValueError("key=value arguments need a single reward; score several one at a time")
     items = [{"function": name, "args": args, "timeout_s": arguments.timeout_s} for name in names]

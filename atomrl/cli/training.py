@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atomrl.cli.arguments import add_config, sigterm_as_interrupt
+from atomrl.cli.arguments import add_config, check_config, sigterm_as_interrupt
 from atomrl.cli.main import INTERRUPTED, Run
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ def train(arguments: argparse.Namespace) -> int:
     Returns:
         Exit code 0; 1 if a run on offline data made no update; 130 after Ctrl-C or SIGTERM, with a hint how to resume.
     """
+    check_config(arguments)
     from atomrl.config import load_config
 
     config = load_config(arguments.config, arguments.overrides)
@@ -244,6 +245,7 @@ def add_tune(parser: argparse.ArgumentParser) -> Run:
 
 @sigterm_as_interrupt()
 def tune(arguments: argparse.Namespace) -> int:
+    check_config(arguments)
     from atomrl.config import load_config
     from atomrl.tools.tuning import Settings, read_space
     from atomrl.tools.tuning import tune as search
@@ -373,11 +375,11 @@ def open_pool(path: Path, new: bool = False) -> Iterator[RolloutPool]:
     Raises:
         ValueError: the pool does not exist.
     """
+    if not new and not path.is_file():
+        raise ValueError(f"rollout pool {path} does not exist; `atomrl pool list FOLDER` lists those of a folder")
     from atomrl.config import PoolConfig
     from atomrl.trainer.pool_store import RolloutPool
 
-    if not new and not path.is_file():
-        raise ValueError(f"rollout pool {path} does not exist; `atomrl pool list FOLDER` lists those of a folder")
     with closing(RolloutPool(path, PoolConfig(capacity=sys.maxsize, ttl_s=1e12))) as pool:
         yield pool
 
@@ -419,6 +421,7 @@ def fill_pool(arguments: argparse.Namespace) -> int:
     """Fill the pool. Ctrl-C finishes and writes the current batch, and then returns exit code 0 as well."""
     if arguments.groups is not None and arguments.groups < 1:
         raise ValueError("--groups must be at least 1")
+    check_config(arguments)
     from atomrl.config import load_config
 
     config = load_config(arguments.config, arguments.overrides)

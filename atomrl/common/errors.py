@@ -28,6 +28,10 @@ from atomrl.common.secrets import without_secrets
 MAX_LISTED = 100
 
 
+class ConfigError(ValueError):
+    """An invalid config. The message names the key, what is wrong and what to do."""
+
+
 @contextmanager
 def reraise_as(kind: type[Exception], message: str, *caught: type[Exception]) -> Iterator[None]:
     """Re-raise errors of the block as another type, with a message in front.

@@ -1,5 +1,7 @@
 """The config of a run: sections (`schema`), rules between them (`run`), and how one is made (`loading`)."""
 
+from atomrl.common.errors import ConfigError
+from atomrl.common.yaml_files import read_yaml
 from atomrl.config.loading import (
     dump_config,
     known_keys,
@@ -8,7 +10,6 @@ from atomrl.config.loading import (
     nest,
     parse_overrides,
     read_tree,
-    read_yaml,
 )
 from atomrl.config.run import RunConfig
 from atomrl.config.schema import (
@@ -17,7 +18,6 @@ from atomrl.config.schema import (
     CheckpointConfig,
     ClusterConfig,
     ClusterRole,
-    ConfigError,
     CriticConfig,
     DataConfig,
     EnvironmentConfig,

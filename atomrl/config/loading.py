@@ -9,18 +9,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, cast, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from atomrl.common.errors import nearest
+from atomrl.common.errors import ConfigError, nearest
 from atomrl.common.files import open_file
 from atomrl.common.functions import search_in
 from atomrl.common.secrets import mask_secrets
+from atomrl.common.yaml_files import config_file, read_yaml
 from atomrl.config.run import RunConfig
-from atomrl.config.schema import BackendConfig, ConfigError, ResourceConfig, RolloutConfig
+from atomrl.config.schema import BackendConfig, ResourceConfig, RolloutConfig
 from atomrl.objectives.base import Choice
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -48,8 +50,7 @@ def load_config(
     """
     changes = parse_overrides(overrides)
     if isinstance(source, str | Path):
-        saved = Path(source, "config.yaml")
-        name = str(saved if saved.is_file() else source)
+        name = str(config_file(source))
         tree = read_tree(name, changes)
     elif isinstance(source, RunConfig):
         if not overrides:
@@ -58,7 +59,7 @@ def load_config(
     elif isinstance(source, Mapping):
         tree = merge_trees(source, changes)
     elif source is None:
-        raise ConfigError("no config file given; give one, such as configs/quickstart.yaml")
+        config_file(source)
     else:
         raise ConfigError(f"config={source!r}: give the path of a YAML file, a RunConfig, or a dict of a config's keys")
     try:
@@ -87,7 +88,7 @@ def read_tree(path: str | Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     for each in [str(folder), *(folders if isinstance(folders, list) else ())]:
         if each:
             search_in(str(each))
-    tree = read_yaml(path)
+    tree = read_yaml(path, mark_texts)
     # The six-section layout: overrides of its own keys apply before the translation, those of AtomRL's keys after it.
     if is_alternative_layout(tree):
         own = {key: value for key, value in changes.items() if key in SECTIONS}
@@ -107,67 +108,18 @@ def dump_config(config: RunConfig) -> str:
 # YAML files, overrides and plain dicts
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML loader that rejects duplicate keys; YAML itself would silently use the last one."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[Any, int] = {}
-        for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                continue
-            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
-            if key in seen:
-                raise yaml.YAMLError(f"duplicate key {key!r}, in lines {seen[key]} and {line}")
-            seen[key] = line
-        return cast(dict[Any, Any], super().construct_mapping(node, deep))
-
-
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Read a YAML file into a dict.
-
-    Raises:
-        ConfigError: the file is missing, not valid YAML (with the line), not a mapping, or has a key twice.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise ConfigError(f"config file {path} {'is not a file' if path.exists() else 'does not exist'}")
-    try:
-        return parse_yaml(path.read_text(encoding="utf-8"), str(path))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
-
-
-def parse_yaml(text: str, source: str) -> dict[str, Any]:
-    """Parse the text of a YAML file into a dict; as `read_yaml`.
+def parse_overrides(arguments: Sequence[str], section: type[BaseModel] | None = RunConfig) -> dict[str, Any]:
+    """Parse overrides such as `a.b=1` into a nested dict; values are YAML. A number where the key takes text is text.
 
     Args:
-        source: name of the file, for messages.
-    """
-    try:
-        tree: Any = _UniqueKeyLoader(text).get_single_data()
-    except yaml.YAMLError as error:
-        message = str(error).replace('in "<unicode string>"', f"in {source}")
-        raise ConfigError(f"{source} is not valid YAML: {message}") from None
-    except RecursionError:
-        raise ConfigError(f"{source} is nested too deep") from None
-    if tree is None:
-        raise ConfigError(f"{source} is empty; a config has at least run_name, model and data (configs/ has examples)")
-    if not isinstance(tree, dict):
-        raise ConfigError(
-            f"{source} must be a mapping of sections (run_name, model, data, ...), not {type(tree).__name__}"
-        )
-    return tree
-
-
-def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """Parse overrides such as `a.b=1` into a nested dict; values are YAML.
+        section: the section whose keys they are; None: arguments of a function, whose types are unknown.
 
     Raises:
         ConfigError: one is not `key=value`, or sets a key below another that has a value.
 
     Example:
-        >>> parse_overrides(["train.steps=3", "model.path=m"])
-        {'train': {'steps': 3}, 'model': {'path': 'm'}}
+        >>> parse_overrides(["train.steps=3", "model.path=m", "run_name=007", "algorithm=dapo"])
+        {'train': {'steps': 3}, 'model': {'path': 'm'}, 'run_name': '007', 'algorithm': {'name': 'dapo'}}
     """
     tree: dict[str, Any] = {}
     for argument in arguments:
@@ -176,31 +128,109 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"{argument!r} is not an override; write key=value, as in train.steps=100")
         node = tree
         *parents, leaf = key.split(".")
+        kinds: Sequence[Any] = (section,)
         for parent in parents:
-            node = node.setdefault(parent, {})
+            node, kinds = node.setdefault(parent, {}), _kinds_at(kinds, parent)
             if not isinstance(node, dict):
                 raise ConfigError(f"override {argument!r}: {parent} already has a value")
-        node[leaf] = scalar(text)
+        value = scalar(text, _kinds_at(kinds, leaf))
+        if key == "algorithm" and section is RunConfig and isinstance(value, str):
+            value = {**node.get(leaf, {}), "name": value}
+        node[leaf] = value
     return tree
 
 
-def scalar(text: str) -> Any:
+def scalar(text: str, kinds: Sequence[Any] = ()) -> Any:
     """Parse a value as YAML; unquoted floats that YAML takes for text, such as `1e-6`, become numbers.
 
+    Args:
+        kinds: types of the key; where all of them are text, a value without quotes is text, whatever it looks like.
+
     Example:
-        >>> scalar("1e-6"), scalar("[1, a]"), scalar("null"), scalar("a: b: c"), scalar('"7"')
-        (1e-06, [1, 'a'], None, 'a: b: c', '7')
+        >>> scalar("1e-6"), scalar("[1, a]"), scalar("null"), scalar("a: b: c"), scalar('"7"'), scalar("7", [str])
+        (1e-06, [1, 'a'], None, 'a: b: c', '7', '7')
     """
     try:
-        value = yaml.safe_load(text)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _mark(node, kinds)
+        value = loader.construct_document(node)
     except yaml.YAMLError:
         return text
-    if isinstance(value, str) and text.strip()[:1] not in ("'", '"'):  # YAML 1.1 reads 1e-6 as text
+    if isinstance(value, str) and text.strip()[:1] not in ("'", '"') and not _are_text(kinds):  # as text by YAML 1.1
         try:
             return float(value)
         except ValueError:
             return value
     return value
+
+
+# A name that looks like a number (`run_name: 2024`) is text: the types of the keys decide, not the rules of YAML.
+
+_PLAIN = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool", "timestamp"))
+
+
+def mark_texts(node: yaml.Node) -> None:
+    """Mark the values of text keys as text in the parsed YAML of a config of either layout."""
+    _mark(node, (RunConfig,))
+    for key, inner in node.value if isinstance(node, yaml.MappingNode) else ():
+        for name, value in inner.value if key.value in SECTIONS and isinstance(inner, yaml.MappingNode) else ():
+            kinds: Sequence[Any] = (RunConfig,)
+            for part in (SECTIONS[key.value].get(name.value) or "").split("."):
+                kinds = _kinds_at(kinds, part)
+            _mark(value, kinds)
+
+
+def _mark(node: yaml.Node, kinds: Sequence[Any]) -> None:
+    """Mark scalars as text where all types of a key are text, also in lists and mappings.
+
+    Args:
+        kinds: the types, without unions.
+    """
+    if isinstance(node, yaml.ScalarNode):
+        if node.style is None and node.tag in _PLAIN and _are_text(kinds):
+            node.tag = "tag:yaml.org,2002:str"
+    elif isinstance(node, yaml.SequenceNode):
+        items = [item for kind in kinds for item in get_args(kind) if get_origin(kind) in (list, tuple)]
+        for item in node.value if items else ():
+            _mark(item, _united(items))
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if inner := _kinds_at(kinds, key.value):
+                _mark(value, inner)
+
+
+def _are_text(kinds: Sequence[Any]) -> bool:
+    """Return True if a scalar of these types is text, or null. A scalar is no list and no section."""
+    given = [kind for kind in kinds if kind is not type(None) and get_origin(kind) not in (list, tuple, dict)
+             and not (isinstance(kind, type) and issubclass(kind, BaseModel))]  # fmt: skip
+    names = [each for kind in given if get_origin(kind) is Literal for each in get_args(kind)]
+    texts = [kind is str or kind is Path or get_origin(kind) is Literal for kind in given]
+    return bool(texts) and all(texts) and all(isinstance(each, str) for each in names)
+
+
+def _kinds_at(kinds: Sequence[Any], key: Any) -> list[Any]:
+    """Return the types of a key of a section or a dict; [] if they are unknown."""
+    found = []
+    for kind in kinds:
+        if isinstance(kind, type) and issubclass(kind, BaseModel) and key in kind.model_fields:
+            found.append(kind.model_fields[key].annotation)
+        elif get_origin(kind) is dict:
+            found.append(get_args(kind)[1])
+    return _united(found)
+
+
+def _united(kinds: Sequence[Any]) -> list[Any]:
+    """Return the parts of unions and of annotated types."""
+    parts: list[Any] = []
+    for kind in kinds:
+        if get_origin(kind) in (Union, UnionType):
+            parts += _united(get_args(kind))
+        else:
+            parts += _united(get_args(kind)[:1]) if get_origin(kind) is Annotated else [kind]
+    return [part for part in parts if part is not Ellipsis]
 
 
 def merge_trees(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,8 +243,9 @@ def merge_trees(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
     merged = dict(base)
     for key, value in changes.items():
         old = merged.get(key)
+        name = "name" if key == "algorithm" else "type"
         if isinstance(old, str) and isinstance(value, Mapping):
-            old = {"type": old}  # replacing the name would reset the type to its default
+            old = {name: old}  # replacing the name would reset the type to its default
         merged[key] = merge_trees(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged
 
@@ -408,7 +439,9 @@ def _error_line(item: Mapping[str, Any]) -> str:
     if item["type"] == "missing":
         return f"{key}: is required"
     if item["type"] == "model_type":
-        return f"{key}: must be a mapping of keys (got {_shown(path, item['input'])!r})"
+        first = next((own for own in known_keys() if own.startswith(f"{key}.")), None)
+        example = f", such as {first}" if first else ""
+        return f"{key}: must be a mapping of keys (got {_shown(path, item['input'])!r}){example}"
     if path == ["algorithm"] and isinstance(item["input"], Mapping):
         # An axis that is a name of another library: give its name here, instead of the nearest axis.
         valid, foreign = known_keys(), foreign_names()

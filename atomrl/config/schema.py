@@ -10,12 +10,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from atomrl.common.chat_template import SET_HERE
+from atomrl.common.errors import ConfigError
 from atomrl.common.secrets import is_variable
 from atomrl.types import SAMPLING_KEYS, SamplingParams
-
-
-class ConfigError(ValueError):
-    """An invalid config. The message names the key, what is wrong and what to do."""
 
 
 class Section(BaseModel):

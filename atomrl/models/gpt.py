@@ -157,7 +157,7 @@ def fitting_weights(
         >>> fitting_weights([("a", torch.ones(2))], {"a": (3,)})
         Traceback (most recent call last):
         ...
-        atomrl.config.schema.ConfigError: the weights were refused: a has shape (2,), not (3,)
+        atomrl.common.errors.ConfigError: the weights were refused: a has shape (2,), not (3,)
     """
     collected: dict[str, Tensor] = {}
     problems = []

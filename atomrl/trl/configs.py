@@ -172,7 +172,7 @@ class TRLConfig(TrainingArguments, metaclass=_ConfigType):
         >>> GRPOConfig(learning_rat=1e-5)
         Traceback (most recent call last):
             ...
-        atomrl.config.schema.ConfigError: GRPOConfig has no argument 'learning_rat'; did you mean 'learning_rate'?
+        atomrl.common.errors.ConfigError: GRPOConfig has no argument 'learning_rat'; did you mean 'learning_rate'?
     """
 
     kind: ClassVar[str] = "grpo"

@@ -219,7 +219,7 @@ def checked_update(update: WeightUpdate, shapes: Mapping[str, tuple[int, ...]]) 
         >>> checked_update(WeightUpdate(version=1, tensors=[("a", torch.ones(2))]), {"a": (3,)})
         Traceback (most recent call last):
         ...
-        atomrl.config.schema.ConfigError: the weights were refused: a has shape (2,), not (3,)
+        atomrl.common.errors.ConfigError: the weights were refused: a has shape (2,), not (3,)
     """
     tensors = list(update.tensors if update.outline is None else update.outline)
     for name, adapter in update.adapters.items():

@@ -26,7 +26,7 @@ from torch import Tensor
 from atomrl.atoms.advantages import group_std
 from atomrl.common.functions import imports_forbidden
 from atomrl.config import ConfigError, RunConfig, load_config, merge_trees
-from atomrl.config.loading import is_alternative_layout, parse_yaml, translate
+from atomrl.config.loading import is_alternative_layout, mark_texts, translate
 from atomrl.config.run import objective_in, setting_in
 from atomrl.data.rows import to_rows, with_advantages
 from atomrl.objectives import PolicyObjective
@@ -446,7 +446,7 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
                 return token(config, **question["token"])
             return advantages(config, **question["step"]) if "step" in question else describe(config)
         text = str(question.get("yaml", ""))
-        tree = parse_yaml(text, "the config")
+        tree = parse_yaml(text, "the config", mark_texts)
         if not is_alternative_layout(tree):
             return describe(load_config(tree))
         own, _ = translate(tree, "the config", default_run_name="config")
