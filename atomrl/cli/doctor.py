@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,20 +49,22 @@ def add_doctor(parser: argparse.ArgumentParser) -> Run:
     """
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="the folder of a run; none: this machine")
     parser.add_argument("--engine", metavar="NAME", help="check this rollout engine; RUN may be a config")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else on stdout")
     return run_doctor
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Diagnose a run, an engine, or this machine."""
     if arguments.engine is not None:
-        return show([(arguments.engine, check_engine(arguments.engine, arguments.run))])
+        return show([(arguments.engine, check_engine(arguments.engine, arguments.run))], arguments.json)
     if arguments.run is not None:
-        return diagnose_run(arguments.run)
+        return diagnose_run(arguments.run, arguments.json)
     # Environment variables are never printed: they may hold secrets.
-    return show((("installed", installed()), ("hardware", hardware()), ("will be used", chosen_defaults())))
+    parts = (("installed", installed()), ("hardware", hardware()), ("will be used", chosen_defaults()))
+    return show(parts, arguments.json)
 
 
-def diagnose_run(folder: Path) -> int:
+def diagnose_run(folder: Path, as_json: bool = False) -> int:
     """Print the outcome of a run, the error that ended it, if any, and all findings, from its folder."""
     from atomrl.tracking.doctor import MOST_CHECKS, diagnose
     from atomrl.tracking.doctor.hacks import quote
@@ -71,7 +73,7 @@ def diagnose_run(folder: Path) -> int:
     from atomrl.tracking.reading.run import Run as LoadedRun
 
     failure = read_mapping(folder / FAILURE, [])
-    if failure:
+    if failure and not as_json:
         print(f"an error ended the run: {failure.get('error')}\n(full traceback: {folder / FAILURE})")
     rows = read_metrics(folder / "metrics.jsonl") if failure else metrics_of(folder)
     for number, row in enumerate(rows, start=1):
@@ -84,12 +86,18 @@ def diagnose_run(folder: Path) -> int:
     run = LoadedRun(folder)
     if len(rows) > MOST_CHECKS:  # not every step was checked here; the run itself did
         findings += [finding for finding in run.findings if finding.id not in {one.id for one in findings}]
+    findings = [replace(each, quote=quote(each.id, completions_of(run, each.step))) for each in findings]
+    found = PROBLEMS if findings or failure else 0
+    if as_json:
+        error = failure.get("error") if failure else None
+        content = {"run": str(folder), "status": run.state.status, "outcome": [*outcome(run)], "error": error}
+        print(json.dumps({**content, "findings": [{**asdict(each), "page": each.page} for each in findings]}))
+        return found
     print(*outcome(run), sep="\n")
-    for finding in findings:
-        print(replace(finding, quote=quote(finding.id, completions_of(run, finding.step))))
-    if not findings and not failure:
+    print(*findings, sep="\n", end="\n" if findings else "")
+    if not found:
         print("the doctor found no problems")
-    return PROBLEMS if findings or failure else 0
+    return found
 
 
 def finite(value: float | None) -> float | None:
@@ -106,9 +114,13 @@ def is_row(row: Any) -> bool:
     return all(value is None or isinstance(value, int | float) for value in row.values())
 
 
-def show(parts: Iterable[tuple[str, Iterable[tuple[str, str]]]]) -> int:
+def show(parts: Iterable[tuple[str, Iterable[tuple[str, str]]]], as_json: bool = False) -> int:
     """Print names and texts under their titles. Returns exit code 1 if a text begins with `broken`."""
     broken = 0
+    if as_json:
+        content = {title: dict(lines) for title, lines in parts}
+        print(json.dumps(content))
+        return PROBLEMS if any(text.startswith("broken") for each in content.values() for text in each.values()) else 0
     for title, lines in parts:
         for index, (name, text) in enumerate(lines):
             print(f"{title if index == 0 else '':<14}{name:<15} {text}")

@@ -59,6 +59,7 @@ def add_eval(parser: argparse.ArgumentParser) -> Run:
     option("--answer-pattern", "data.answer_pattern", "REGEX", "its first group in the answer is the ground truth")
     add("--response-prefix", default="", metavar="TEXT", help="text that every completion begins with")
     add("--out", type=Path, metavar="FILE.json", help="the result (default: in runs/eval)")
+    add("--json", action="store_true", help="print the metrics as one JSON object, and nothing else on stdout")
     return evaluate_model
 
 
@@ -82,11 +83,14 @@ def add_generate(parser: argparse.ArgumentParser) -> Run:
 def add_export(parser: argparse.ArgumentParser) -> Run:
     """Write a checkpoint as a plain model folder that transformers and serving engines load; adapters are merged.
 
+    For a RUN it is the run's model or, before the run has ended, its newest complete checkpoint.
+
+    atomrl export runs/quickstart                                          # to runs/quickstart/exported
+    atomrl export runs/quickstart my_model
     atomrl export runs/quickstart/checkpoints/step_000060 my_model
-    atomrl export runs/quickstart/model my_newest_model
     """
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
-    parser.add_argument("out", metavar="OUT", type=Path, help="a new folder")
+    parser.add_argument("checkpoint", metavar="RUN|CHECKPOINT", type=Path)
+    parser.add_argument("out", metavar="OUT", type=Path, nargs="?", help="a new folder (of a run: RUN/exported)")
     parser.add_argument("--base", help="base model of the adapters, if it was moved")
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="allow code of the base model to run, as in training"
@@ -108,12 +112,17 @@ def evaluate_model(arguments: argparse.Namespace) -> int:
     started = time.perf_counter()
     result, config = evaluate_config(config, arguments.response_prefix, out)
     seconds = time.perf_counter() - started
-    write_result(out, config, arguments.response_prefix, result, seconds)
-    print(table(result))
+    content = write_result(out, config, arguments.response_prefix, result, seconds)
+    if arguments.json:
+        files = {"result": str(out), "completions": str(out.with_suffix(".jsonl"))}
+        print(json.dumps({key: value for key, value in content.items() if key != "config"} | files))
+    else:
+        print(table(result))
     if arguments.response_prefix and result.overall["format"].mean == 0:
         print("note: with this --response-prefix no completion has the strict form, so strict_math returns 0; "
               "an empty think block is invalid, <think>.</think><answer> is valid", file=sys.stderr)  # fmt: skip
-    print(f"\nresult      {out}\ncompletions {out.with_suffix('.jsonl')}")
+    if not arguments.json:
+        print(f"\nresult      {out}\ncompletions {out.with_suffix('.jsonl')}")
     return 0
 
 
@@ -193,8 +202,10 @@ def default_out(config: RunConfig) -> Path:
     return Path(config.output_dir) / "eval" / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name).strip('-._')}.json"
 
 
-def write_result(out: Path, config: RunConfig, response_prefix: str, result: EvalResult, seconds: float) -> None:
-    """Write the metrics as JSON (NaN as null), and the completions as JSONL beside it."""
+def write_result(
+    out: Path, config: RunConfig, response_prefix: str, result: EvalResult, seconds: float
+) -> dict[str, Any]:
+    """Write the metrics as JSON (NaN as null), and the completions as JSONL beside it. Returns the content written."""
     content: dict[str, Any] = {
         **result.summary(),
         "metrics": result.metrics(),
@@ -202,9 +213,10 @@ def write_result(out: Path, config: RunConfig, response_prefix: str, result: Eva
         "wall_s": round(seconds, 2),
         "config": config.to_tree(),
     }
-    plain = json.loads(json.dumps(content, default=str), parse_constant=lambda name: None)
+    plain: dict[str, Any] = json.loads(json.dumps(content, default=str), parse_constant=lambda name: None)
     write_text(out, json.dumps(plain, indent=2, ensure_ascii=False) + "\n")
     write_jsonl(result.rows, out.with_suffix(".jsonl"), lenient=True)
+    return plain
 
 
 def table(result: EvalResult) -> str:
@@ -340,9 +352,22 @@ def read_prompt(prompt: str) -> str:
     return text
 
 
+def model_folder(path: Path) -> Path:
+    """Return the folder of the model of a run: the final one, or its newest complete checkpoint; else `path` itself."""
+    from atomrl.tracking.checkpoints import checkpoint_fault, step_folders
+
+    if (path / "model").is_dir():
+        return path / "model"
+    folders = step_folders(path / "checkpoints") if (path / "checkpoints").is_dir() else []
+    return next((folder for _, folder in reversed(folders) if checkpoint_fault(folder) is None), path)
+
+
 def export_model(arguments: argparse.Namespace) -> int:
     """Copy the model's files, or merge its adapters and report the rounding error."""
-    checkpoint, out, note = arguments.checkpoint, arguments.out, ""
+    checkpoint, note = model_folder(arguments.checkpoint), ""
+    if checkpoint == arguments.checkpoint and arguments.out is None:
+        raise ValueError(f"{checkpoint} is not the folder of a run: give OUT, a new folder")
+    out = arguments.out or arguments.checkpoint / "exported"
     with new_folder(out) as folder:
         if (checkpoint / "adapter_config.json").is_file():
             from atomrl.models.lora import export
@@ -356,10 +381,7 @@ def export_model(arguments: argparse.Namespace) -> int:
                 if path.is_file() and path.name not in TRAINER_FILES:
                     shutil.copy2(path, folder)
         else:
-            run = f"; it is a run, its model is {checkpoint / 'model'}" if (checkpoint / "model").is_dir() else ""
-            raise ValueError(
-                f"{checkpoint} is not a checkpoint: it has neither config.json nor adapter_config.json{run}"
-            )
+            raise ValueError(f"{checkpoint} is not a checkpoint: it has neither config.json nor adapter_config.json")
     if note:
         print(note, file=sys.stderr)
     print(out)

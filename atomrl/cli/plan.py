@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import io
+import json
 import shlex
 from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from atomrl.cli.arguments import add_config, check_config
 from atomrl.cli.main import Run
@@ -37,14 +41,25 @@ def add_plan(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument(
         "--signal", type=int, metavar="N", help="sample completions of N prompts, count groups with a signal"
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else on stdout")
     return plan_run
 
 
 def plan_run(arguments: argparse.Namespace) -> int:
     """Plan for this machine, or for a GPU by its name."""
     check_config(arguments)
-    if arguments.gpu or arguments.fit:
-        return run_on_gpu(arguments)
+    plan, report = plan_on_gpu if arguments.gpu or arguments.fit else plan_for_machine, dict[str, Any]()
+    if not arguments.json:
+        return plan(arguments, report)
+    with redirect_stdout(io.StringIO()) as printed:
+        code = plan(arguments, report)
+    fits = {0: True, 1: False}.get(code)
+    print(json.dumps({"fits": fits, **report, "text": printed.getvalue().strip().splitlines()}))
+    return code
+
+
+def plan_for_machine(arguments: argparse.Namespace, report: dict[str, Any]) -> int:
+    """Plan for this machine. Adds the numbers to `report`."""
     from atomrl.cli.training import dry_run_sections, print_section
     from atomrl.config import load_config
     from atomrl.data.files import DataNotHere
@@ -77,6 +92,7 @@ def plan_run(arguments: argparse.Namespace) -> int:
         algorithm = algorithm_of(config) if prepared is None else prepared.algorithm
         plan = plan_here(config, algorithm, ranks, budget)
         lines, fits = memory_lines(plan.memory, budget, place)
+        report |= numbers(plan)
         of = f", of the first of {ranks} ranks" if ranks > 1 else ""
         print(f"\nmemory, from shapes, at the longest rows{of}:", *lines, sep="\n  ")
         if not fits:
@@ -86,14 +102,29 @@ def plan_run(arguments: argparse.Namespace) -> int:
     if arguments.probe and prepared is not None:
         result = forecast(config, prepared)
         fits = fits and result.measured.peak_bytes <= budget  # `and`: small steps rarely have the longest rows
+        report["probe"] = {**asdict(result), "step_seconds": result.step_seconds}
         print_forecast(result, budget, place)
     if arguments.signal is not None:
         print("\nsignal:", *signal(config, arguments.signal), sep="\n  ")
     return 0 if fits else 1
 
 
-def run_on_gpu(arguments: argparse.Namespace) -> int:
-    """Plan for a GPU by its name; with --fit, write a config that fits it."""
+def numbers(plan: Plan) -> dict[str, Any]:
+    """Return the numbers of a plan: bytes by phase, and seconds of a step where time is estimated."""
+    memory = plan.memory
+    return {
+        "memory_bytes": {
+            "stays": memory.resident + memory.process,
+            "phases": dict(memory.phases),
+            "peak": memory.peak,
+            "budget": plan.budget,
+        },
+        "seconds": {**plan.seconds, "step": plan.step_seconds} if plan.seconds else None,
+    }
+
+
+def plan_on_gpu(arguments: argparse.Namespace, report: dict[str, Any]) -> int:
+    """Plan for a GPU by its name; with --fit, write a config that fits it. Adds the numbers to `report`."""
     from atomrl.config import load_config
     from atomrl.trainer.memory import gpu_of
     from atomrl.trainer.planning import describe, fit, plan_on
@@ -105,6 +136,7 @@ def run_on_gpu(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     gpu = gpu_of(arguments.fit or arguments.gpu)
     plan = plan_on(config, gpu)
+    report |= numbers(plan)
     print(*describe(plan, gpu), sep="\n")
     if not arguments.fit:
         if not plan.fits:
@@ -126,6 +158,7 @@ def run_on_gpu(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out or f"{file.with_suffix('')}-{arguments.fit.replace(' ', '').lower()}.yaml")
     write_fit(file, arguments.overrides, chosen, f"{file} for {arguments.fit}", out)
     print("\nchanged, cheapest first:", *trade_lines(plan, chosen), sep="\n  ")
+    report |= {**numbers(smaller), "changes": [str(trade) for trade in chosen], "out": str(out)}
     print(f"\n{out}:", *describe(smaller, gpu), sep="\n")
     return 0
 

@@ -78,6 +78,7 @@ def add_compare(parser: argparse.ArgumentParser) -> Command:
         metavar="SHARE",
         help="with --diff: relative difference of numbers that is allowed (0)",
     )
+    add("--json", action="store_true", help="print one JSON object, and nothing else on stdout")
     return compare_runs
 
 
@@ -237,13 +238,18 @@ def compare_runs(arguments: argparse.Namespace) -> int:
     if arguments.tolerance is not None:
         raise ValueError("--tolerance needs --diff")
     from atomrl.tracking.reading import load_run
-    from atomrl.tracking.reading.comparison import draw_curves, table
+    from atomrl.tracking.reading.comparison import as_data, draw_curves, table
 
     if arguments.plot is not None:
         check_writable(arguments.plot)
-    print(*table([load_run(path) for path in arguments.runs]), sep="\n")
-    if arguments.plot is not None:
-        print(draw_curves(arguments.runs, arguments.plot))
+    runs = [load_run(path) for path in arguments.runs]
+    if not arguments.json:
+        print(*table(runs), sep="\n")
+    image = None if arguments.plot is None else str(draw_curves(arguments.runs, arguments.plot))
+    if arguments.json:
+        print(json.dumps({**as_data(runs), "plot": image}, default=str))
+    elif image is not None:
+        print(image)
     return 0
 
 
@@ -259,7 +265,10 @@ def diff_two(arguments: argparse.Namespace) -> int:
         raise ValueError("--diff needs exactly two runs, and no --plot")
     a, b = arguments.runs
     diff = diff_runs(load_run(a), load_run(b), tolerance)
-    print(f"A is {a}, B is {b}", *diff.lines(), sep="\n")
+    if arguments.json:
+        print(json.dumps({"a": str(a), "b": str(b), "same": diff.same, "lines": [*diff.lines()]}))
+    else:
+        print(f"A is {a}, B is {b}", *diff.lines(), sep="\n")
     return 0 if diff.same else 1
 
 

@@ -59,6 +59,7 @@ def add_train(parser: argparse.ArgumentParser) -> Run:
     add("--resume", help="continue from the run's newest complete checkpoint")
     add("--allow-changes", help="with --resume: allow a changed config, data, tokenizer or model")
     add("--verbose", help="print the whole config first, not only what differs from the defaults")
+    add("--quiet", help="print only problems, and the summary at the end; log.txt in the run's folder has the rest")
     add("--dry-run", help="run all checks, print batch sizes and a memory estimate; loads no weights")
     return train
 
@@ -74,6 +75,7 @@ def train(arguments: argparse.Namespace) -> int:
     from atomrl.config import load_config
 
     config = load_config(arguments.config, arguments.overrides)
+    from atomrl.tracking.console import QUIET
     from atomrl.trainer import prepare_run, run_to_end
     from atomrl.trainer.base import hang_watch
 
@@ -91,7 +93,10 @@ def train(arguments: argparse.Namespace) -> int:
         prepared, changes = prepare_run(config), arguments.allow_changes
         place, *settings = non_defaults(config)
         settings = format_config(config).splitlines() if arguments.verbose else settings
-        header = [place, *settings, "", *prepared.describe_batch(), prepared.describe_ranks()]
+        header = (
+            [] if arguments.quiet else [place, *settings, "", *prepared.describe_batch(), prepared.describe_ranks()]
+        )
+        QUIET.set(arguments.quiet)
         with hang_watch(prepared.config):
             summary = run_to_end(
                 prepared, partial(prepare_run, config), arguments.resume, allow_changes=changes, header=header

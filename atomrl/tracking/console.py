@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, Self, TextIO
 
@@ -31,6 +32,8 @@ TERMINAL_METRICS = {
     "tok/s": ("perf/throughput", "{:,.0f}"),
 }
 """Label -> metric and format."""
+QUIET: ContextVar[bool] = ContextVar("QUIET", default=False)
+"""True: progress bars that are made show no progress and no completions, only findings of the doctor."""
 REPLY_STYLE, QUOTED = "cyan", "\n> "
 COMPLETIONS, CHARACTERS = 3, 200
 """Completions shown per step, and characters of each prompt (its end) and completion (its start)."""
@@ -68,14 +71,14 @@ class ProgressBar:
         log: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.total_steps, self.first_step, self._log = total_steps, first_step, log
-        stream = stream or sys.stderr
+        stream, self._quiet = stream or sys.stderr, QUIET.get()
         # rich draws with control sequences, so it writes to the terminal itself, and only printable texts.
         self._console, self._live = Console(file=getattr(stream, "terminal", stream)), stream.isatty()
         columns = BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn()
         eta = TextColumn("[dim]ETA {task.fields[eta]}")
         self._bar = _Bar(
             TextColumn("{task.description}", style="bold", markup=False), *columns, eta,
-            console=self._console, refresh_per_second=4, expand=True, disable=not self._live,
+            console=self._console, refresh_per_second=4, expand=True, disable=self._quiet or not self._live,
         )  # fmt: skip
         self._task = self._bar.add_task(
             printable(name) or "steps", total=total_steps, completed=first_step - 1, eta="-:--:--"
@@ -105,10 +108,15 @@ class ProgressBar:
         else:
             self.note(line)
 
-    def note(self, text: str) -> None:
-        """Print a line above the bar, for an evaluation or a checkpoint."""
+    def note(self, text: str, always: bool = False) -> None:
+        """Print a line above the bar, for an evaluation or a checkpoint.
+
+        Args:
+            always: also in a quiet run.
+        """
         self._log(text)
-        self._console.print(Text(printable(text)), soft_wrap=True)
+        if always or not self._quiet:
+            self._console.print(Text(printable(text)), soft_wrap=True)
 
     def show_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Print a few of a step's completions, spread over its prompts, as a table.
@@ -116,6 +124,8 @@ class ProgressBar:
         Args:
             rows: the step's rows of `rollouts/`.
         """
+        if self._quiet:
+            return
         table = Table(title=f"completions of step {step}", box=SIMPLE_HEAD, show_lines=True)
         for name in ("prompt", "completion"):
             table.add_column(name, ratio=1, overflow="fold")

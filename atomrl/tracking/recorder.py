@@ -263,7 +263,9 @@ class Recorder:
         self.progress.__exit__(*error)
         if self.doctor.findings:
             names = ", ".join(f"{finding.id} (step {finding.step})" for finding in self.doctor.findings)
-            self.progress.note(f"the doctor found: {names}; `atomrl doctor {self.directory.path}` shows them again")
+            self.progress.note(
+                f"the doctor found: {names}; `atomrl doctor {self.directory.path}` shows them again", always=True
+            )
         for sink in self.sinks:
             sink.close()
 
@@ -278,7 +280,7 @@ class Recorder:
         self.progress.update(step, metrics)
         new = self.doctor.observe(row, self._completions)
         for finding in new:
-            self.progress.note(self.wording(str(finding)))
+            self.progress.note(self.wording(str(finding)), always=True)
         if new:
             self.directory.write_findings(self.doctor.findings)
 

@@ -474,6 +474,43 @@ def table(runs: Sequence[Run]) -> list[str]:
     return lines
 
 
+def as_data(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the content of the table as data, for a program: runs, groups of seeds, differences, settings."""
+    figures, names = columns([final_figures(run) for run in runs]), run_names([run.path for run in runs])
+    states, every = [run.state for run in runs], by_settings(runs)
+    titles = group_names([settings(runs[group[0]]) for group in every], [names[group[0]] for group in every])
+    unfinished = left_out([state.status for state in states], every)
+    groups = [[place for place in group if place not in unfinished] for group in every]
+    seeds = [
+        {
+            "settings": title,
+            "runs": [names[place] for place in group],
+            "figures": {each.title: mean_and_range(each, group) for each in figures},
+        }
+        for title, group in zip(titles, groups, strict=True)
+        if len(group) > 1
+    ]
+    rows = [
+        {
+            "name": name,
+            "run": str(run.path),
+            "status": state.status,
+            "step": state.step,
+            "steps": state.steps,
+            "figures": {each.title: each.values[place] for each in figures},
+            "findings": list(dict.fromkeys(finding.id for finding in run.findings)),
+        }
+        for place, (name, run, state) in enumerate(zip(names, runs, states, strict=True))
+    ]
+    return {
+        "runs": rows,
+        "seeds": seeds,
+        "not_finished": [names[place] for place in unfinished],
+        "differences": _difference_lines(figures, groups, titles),
+        "config": {key: dict(zip(names, values, strict=True)) for key, values in differing_keys(runs).items()},
+    }
+
+
 def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= CELL else f"{text[: CELL - 3]}..."
