@@ -6,7 +6,7 @@
 
 Differs from GRPO: a wider upper clip bound, so the probability of unlikely tokens can grow; groups whose rewards are
 all equal are replaced by others until the batch is full; the loss is a mean over tokens; the soft penalty starts at the
-last fifth of `rollout.max_completion_tokens` (`advantage.overlong_buffer_tokens`); no KL. Overlong filtering, which the
+last fifth of `rollout.max_completion_tokens` (`shaping.overlong_buffer_tokens`); no KL. Overlong filtering, which the
 paper tries before the soft penalty, is `shaping: {mask_truncated: true, soft_overlong: false}`.
 
 Paper: arXiv:2503.14476, equations 8 to 13.

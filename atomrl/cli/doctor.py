@@ -6,8 +6,10 @@ import argparse
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from importlib import metadata
@@ -121,9 +123,14 @@ def show(parts: Iterable[tuple[str, Iterable[tuple[str, str]]]], as_json: bool =
         content = {title: dict(lines) for title, lines in parts}
         print(json.dumps(content))
         return PROBLEMS if any(text.startswith("broken") for each in content.values() for text in each.values()) else 0
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     for title, lines in parts:
         for index, (name, text) in enumerate(lines):
-            print(f"{title if index == 0 else '':<14}{name:<15} {text}")
+            head = f"{title if index == 0 else '':<14}{name:<15} "
+            wrapped = (
+                textwrap.wrap(text, columns - len(head), break_long_words=False) if columns > 2 * len(head) else []
+            )
+            print(head + f"\n{' ' * len(head)}".join(wrapped or [text]))
             broken += text.startswith("broken")
     return PROBLEMS if broken else 0
 
@@ -145,8 +152,6 @@ def installed() -> Iterator[tuple[str, str]]:
 
 def hardware() -> Iterator[tuple[str, str]]:
     """Yield CPU, instruction set, memory, GPUs and free disk space."""
-    import shutil
-
     import torch
 
     from atomrl.tracking.run_directory import describe_environment
