@@ -13,7 +13,7 @@ import threading
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, cast, overload
 
 from atomrl.common.errors import reraise_as
 from atomrl.common.files import write_bytes
@@ -87,7 +87,7 @@ class StoredProblems(Sequence[Problem]):
             problem.problem_id, problem.prompt, problem.ground_truth, problem.data_source, dict(problem.columns)
         )  # fmt: skip
         # Version 2 of the format writes equal content as equal bytes, which the digest needs.
-        record = marshal.dumps(content, 2) if _is_plain(content) else b""
+        record = marshal.dumps(cast(Any, content), 2) if _is_plain(content) else b""
         if not record:
             self._objects[len(self._records)] = problem
         self._digest.update(record or repr(problem).encode(errors="surrogatepass"))

@@ -277,7 +277,7 @@ class Trainer:
         """
         if (started := launched()) is not None and started.rank > 0:
             # of a launcher that started the script several times: the first process trains, this one is its rank
-            follow_launcher(FSDPConfig(type="fsdp"), device_name(self._device))
+            follow_launcher(FSDPConfig(type="fsdp"), device_name(self._device), None)
             raise SystemExit(0)
         resume = self._check_folder(resume_from_checkpoint)
         try:
