@@ -776,10 +776,10 @@ class TokenizedSamples:
                 )
                 items.append((text, "\n" if before == "" else before or ""))
         fronts = {before: token_ids(tokenizer, before) for before in {before for _, before in items}}
-        texts = [before + text for text, before in items]
+        joined = [before + text for text, before in items]
         # masks would take as long as the ids
         options: dict[str, Any] = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-        encoded = tokenizer(texts, add_special_tokens=False, **options)["input_ids"] if texts else []
+        encoded = tokenizer(joined, add_special_tokens=False, **options)["input_ids"] if joined else []
         ids_by_piece: list[list[int]] = []
         for (text, before), ids in zip(items, encoded, strict=True):
             front = fronts[before]
