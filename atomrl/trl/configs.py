@@ -279,7 +279,7 @@ class TRLConfig(TrainingArguments, metaclass=_ConfigType):
         tree["data"]["chat_template"] = "messages_only"
         tree["model"] = {key: value for key, value in tree["model"].items() if key != "path"}
         tree["model"]["device"] = self.chosen_device
-        if self.bf16 is None and not self.fp16:
+        if not {"bf16", "fp16"} & values.keys():  # TRL's default of bfloat16, where the hardware has it
             tree["model"]["dtype"] = "auto"
         if launched() is not None:
             tree["backend"] = {"type": "fsdp"}
