@@ -399,12 +399,12 @@ def start_ranks(
 # The other ranks.
 
 
-def join_launched(device: str, timeout_s: float, given: Mapping[str, Any]) -> Ranks:
+def join_launched(device: str, timeout_s: float, given: Mapping[str, Any] | None) -> Ranks:
     """Join the process group of torchrun, or of a launcher that sets the same environment variables.
 
     Args:
         given: the config that this rank was started with, by dotted keys. The run is that of rank 0's, so another one
-            would be ignored.
+            would be ignored. None: this rank has none, and is not compared.
 
     Raises:
         ConfigError: on rank 0, if that of another rank differs.
@@ -432,13 +432,13 @@ def check_same_configs(configs: Any, world: int) -> None:
     """
     first, *others = (json.loads(configs.get(str(rank))) for rank in range(world))
     for rank, other in enumerate(others, 1):
-        different = [key for key in first | other if first.get(key) != other.get(key)]
+        different = [key for key in first | other if first.get(key) != other.get(key)] if other else []
         if different:
             lines = [f"{key}: {other.get(key)!r} on rank {rank}, {first.get(key)!r} on rank 0" for key in different]
             raise ConfigError("the ranks were started with different configs: " + "; ".join(lines))
 
 
-def follow_launcher(settings: RankedConfig, device: str, given: Mapping[str, Any]) -> None:
+def follow_launcher(settings: RankedConfig, device: str, given: Mapping[str, Any] | None) -> None:
     """Run as a rank other than 0 of a launcher's group, until rank 0 closes the back end.
 
     Args:

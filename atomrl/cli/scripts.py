@@ -43,6 +43,6 @@ def with_own_words(words: Sequence[str]) -> list[str]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the script; returns its exit code."""
-    from atomrl.tools.running import run_script
+    from atomrl.trl.running import run_script
 
     return run_script(arguments.script, arguments.word, arguments.dry_run, arguments.config_out)

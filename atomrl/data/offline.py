@@ -122,7 +122,7 @@ def _sample(
     prompt = with_system(row, prompt)
     messages = [turn for turns, _ in completions if not isinstance(turns, str) for turn in turns]
     shown = [turns for turns, _ in completions if isinstance(turns, str)]
-    shown += [str(turn[name]) for turn in messages for name in content_fields(turn)]
+    shown += [str(dict(turn)[name]) for turn in messages for name in content_fields(turn)]
     given = [turn for turn in messages if turn["role"] != "assistant"]  # in a conversation's later turns
     check_used(row, used, prompt, "\n".join(shown), given)
     tools = check_tools(row.get(TOOLS))
@@ -776,10 +776,10 @@ class TokenizedSamples:
                 )
                 items.append((text, "\n" if before == "" else before or ""))
         fronts = {before: token_ids(tokenizer, before) for before in {before for _, before in items}}
-        texts = [before + text for text, before in items]
+        joined = [before + text for text, before in items]
         # masks would take as long as the ids
-        options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-        encoded = tokenizer(texts, add_special_tokens=False, **options)["input_ids"] if texts else []
+        options: dict[str, Any] = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+        encoded = tokenizer(joined, add_special_tokens=False, **options)["input_ids"] if joined else []
         ids_by_piece: list[list[int]] = []
         for (text, before), ids in zip(items, encoded, strict=True):
             front = fronts[before]

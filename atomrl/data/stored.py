@@ -6,7 +6,7 @@ A problem as Python objects takes about 1.5 KB besides its text, so 2 million of
 from __future__ import annotations
 
 import hashlib
-import marshal
+import json
 import sys
 import tempfile
 import threading
@@ -24,7 +24,7 @@ IN_MEMORY = 256 << 20
 """Bytes of a data set that are kept in memory; more go to a temporary file."""
 HEAD = 32
 """Bytes of the hash at the start of a file of lengths."""
-PLAIN = (str, int, float, bool, bytes, type(None))
+PLAIN = (str, int, float, bool, type(None))
 
 
 class Records:
@@ -83,11 +83,9 @@ class StoredProblems(Sequence[Problem]):
             self._append(problem)
 
     def _append(self, problem: Problem) -> None:
-        content = (
-            problem.problem_id, problem.prompt, problem.ground_truth, problem.data_source, dict(problem.columns)
-        )  # fmt: skip
-        # Version 2 of the format writes equal content as equal bytes, which the digest needs.
-        record = marshal.dumps(content, 2) if _is_plain(content) else b""
+        prompt = problem.prompt if isinstance(problem.prompt, str) else list(problem.prompt)
+        content = [problem.problem_id, prompt, problem.ground_truth, problem.data_source, dict(problem.columns)]
+        record = json.dumps(content, separators=(",", ":")).encode() if _is_plain(content) else b""
         if not record:
             self._objects[len(self._records)] = problem
         self._digest.update(record or repr(problem).encode(errors="surrogatepass"))
@@ -136,19 +134,19 @@ class StoredProblems(Sequence[Problem]):
 
 
 def _problem(record: bytes) -> Problem:
-    # only bytes that this process has written: marshal is no format for files of others
-    name, prompt, truth, source, columns = marshal.loads(record)
+    name, prompt, truth, source, columns = json.loads(record)
+    prompt = prompt if isinstance(prompt, str) else tuple(prompt)
     return Problem(problem_id=name, prompt=prompt, ground_truth=truth, data_source=source, columns=columns)
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True if marshal gives back exactly the same value (of a subclass or an array it gives another type)."""
+    """Return True if JSON gives back exactly the same value (of a subclass or a tuple it gives another type)."""
     kind = type(value)
     if kind in PLAIN:
         return True
     if kind is dict:
-        return all(type(key) in PLAIN and _is_plain(item) for key, item in value.items())
-    return (kind is list or kind is tuple) and all(map(_is_plain, value))
+        return all(type(key) is str and _is_plain(item) for key, item in value.items())
+    return kind is list and all(map(_is_plain, value))
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -159,9 +159,7 @@ def _load_adapters(inner: nn.Module, folder: str | Path) -> None:
     if odd := sorted(
         name
         for name in own.keys() | saved.keys()
-        if own.get(name, saved.get(name)).shape != saved.get(name, own.get(name)).shape
-        or name not in own
-        or name not in saved
+        if name not in own or name not in saved or own[name].shape != saved[name].shape
     ):
         raise ConfigError(
             f"{key}: {odd[0]} has another shape, or is on one side only; rank and layers must be the same"

@@ -137,7 +137,7 @@ def trained_parameters(config: Any, trust_remote_code: bool = False) -> int:
     if text_config(config) is config:
         return total
     inner = empty_model(config, trust_remote_code)
-    return total - sum(inner.get_parameter(name).numel() for name in tower_weights(inner))
+    return int(total - sum(inner.get_parameter(name).numel() for name in tower_weights(inner)))
 
 
 def adapter_parameters(config: Any, rank: int) -> int:

@@ -92,7 +92,9 @@ def check_fields(folder: Path) -> None:
     if not isinstance(fields, dict):
         raise ConfigError(f"{file} is not a JSON object")
     for key, part in [("", fields), *((f"{key}.", fields.get(key)) for key in PARTS)]:
-        for name in (*SIZES, *HEADS) if isinstance(part, dict) else ():
+        if not isinstance(part, dict):
+            continue
+        for name in (*SIZES, *HEADS):
             value = part.get(name)
             if value is None or isinstance(value, list):  # a default, or one for each layer
                 continue

@@ -14,9 +14,7 @@ from atomrl.atoms.auxiliary_losses import DIVERGENCE_ELEMENTS
 from atomrl.atoms.logprobs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_GPU
 from atomrl.common.errors import did_you_mean
 from atomrl.config import ConfigError, Quantization, RunConfig
-from atomrl.engines.native import NativeEngine
 from atomrl.models.attention import packs_rows
-from atomrl.models.gpt import unsupported
 from atomrl.models.loading import compute_dtype, model_config_only
 from atomrl.models.memory import (
     BESIDE,
@@ -213,11 +211,7 @@ def _rollout_seconds(config: RunConfig, shape: Any, gpu: Gpu, compute: int) -> f
     batch = min(rows, rollout.concurrent_completions)
     mean_context = config.data.max_prompt_tokens + rollout.max_completion_tokens / 2
     rate, bandwidth = gpu.tflops * 1e12 * PRODUCT_SHARE, gpu.gb_s * 1e9 * BANDWIDTH_SHARE
-    read = total * compute
-    if config.model.quantization and shares_base(config, shape, "cuda", compute):  # codes, dequantized at each step
-        stored, _ = _weight_bytes(config.model.quantization, compute)
-        read += int((total - ends(shape)) * (stored + compute))
-    products = max(read / bandwidth, 2 * total * batch / rate)
+    products = max(total * compute / bandwidth, 2 * total * batch / rate)
     traffic = batch * (mean_context * 2 * layers * keys * compute + LOGIT_BYTES * vocab)
     layer = engine.layer_s + (engine.adapted_layer_s if config.model.lora else 0)
     row = engine.row_s + (engine.logprob_s if rollout.logprobs_over != "none" else 0)
@@ -269,7 +263,7 @@ def memory_estimate(
 
     Activations, log-prob chunk and key-value cache are those of rows of maximum length. The memory of the CUDA context
     and of torch itself is not included. The total adds trainer (`at_once`) and engine, which do not peak at the same
-    time, so it is an upper bound.
+    time, so it is an upper bound. The engine's weights are counted also where it uses the trainer's (`FrozenBase`).
 
     Args:
         config: config of the run. The `config.json` of its model, teacher and critic must be available.
@@ -339,12 +333,6 @@ def memory_estimate(
     }
     if config.kind == "rl" or (config.pretrain and config.pretrain.sample_every_steps):
         parts["engine weights"] = total * compute // rollout.tensor_parallel
-        if shares_base(config, shape, device, compute):
-            copied = adapter_parameters(shape, model.lora.rank) if model.lora else 0
-            # On a CPU a tied head has a layout of its own. A fused layer of codes is dequantized matrix by matrix.
-            copied += vocab * hidden if device == "cpu" and shape.tie_word_embeddings else 0
-            copied += 3 * inner * hidden if model.quantization else 0
-            parts["engine weights"] = copied * compute
     if config.kind == "rl":
         parts["key-value cache"] = cached * 2 * layers * keys * compute // rollout.tensor_parallel
     if "distributions" in algorithm.outputs:
@@ -360,14 +348,6 @@ def memory_estimate(
         sizes = Sizes(shape, total, trained, compute, stored)
         parts = ranked_kind(config.backend).memory(config.backend, parts, sizes, ranks)
     return parts | {"total": at_once(parts)}
-
-
-def shares_base(config: RunConfig, shape: Any, device: str, compute: int) -> bool:
-    """Return True if the engine uses the trainer's base weights (`protocols.FrozenBase`) in place of a copy."""
-    apart = config.cluster is not None or config.backend is not None or config.rollout.source == "pool"
-    packed = device == "cpu" and compute != FLOAT32  # a layout that only the CPU's kernels read
-    native = chosen_class(config.rollout) is NativeEngine and unsupported(shape) is None
-    return config.model.lora is not None and native and not (apart or packed or config.model.compile)
 
 
 def sampling_bytes(config: RunConfig, vocab_size: int) -> int:

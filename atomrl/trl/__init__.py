@@ -85,7 +85,7 @@ INSTEAD = {
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
+    if name.startswith("__") or name == "pytest_plugins":  # asked for by inspection, not by a script
         raise AttributeError(name)
     known = [each for each in INSTEAD if name.startswith(each)]
     there = f"; AtomRL has {INSTEAD[known[0]]}" if known else ""

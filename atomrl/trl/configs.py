@@ -5,9 +5,10 @@ may extend a config, and command-line parsers of transformers and TRL take them.
 """
 
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from importlib.util import find_spec
@@ -140,7 +141,9 @@ class _ConfigType(type):
     """Metaclass of the configs: takes arguments that are no fields by their older names, and checks the result."""
 
     def __call__(cls, *positional: Any, **values: Any) -> Any:
-        names, fields_here, older = {item.name for item in fields(cls)}, {}, {}  # type: ignore[arg-type]
+        names = {item.name for item in fields(cls)}  # type: ignore[arg-type]
+        fields_here: dict[str, Any] = {}
+        older: dict[str, Any] = {}
         for name, value in values.items():
             new = name if name in names else RENAMED.get(name, name)
             if new in values and new != name:
@@ -276,7 +279,7 @@ class TRLConfig(TrainingArguments, metaclass=_ConfigType):
         tree["data"]["chat_template"] = "messages_only"
         tree["model"] = {key: value for key, value in tree["model"].items() if key != "path"}
         tree["model"]["device"] = self.chosen_device
-        if self.bf16 is None and not self.fp16:
+        if not {"bf16", "fp16"} & values.keys():  # TRL's default of bfloat16, where the hardware has it
             tree["model"]["dtype"] = "auto"
         if launched() is not None:
             tree["backend"] = {"type": "fsdp"}
@@ -335,7 +338,7 @@ class TRLConfig(TrainingArguments, metaclass=_ConfigType):
 
         return PartialState(cpu=self.chosen_device == "cpu" or None)
 
-    def main_process_first(self, local: bool = True, desc: str = "work") -> AbstractContextManager[None]:
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Any:
         """Return a block for work that one process does first; ranks of AtomRL do not run the script."""
         return nullcontext()
 
@@ -357,12 +360,16 @@ def _config_class(name: str, kind: str) -> type[TRLConfig]:
         value = defaults.get(argument, default)
         help_text = {"help": WITHOUT_MEANING.get(argument, f"as in TRL {VERSION}")}
         made: Any = (
-            field(default_factory=lambda value=value: list(value), metadata=help_text)
+            field(default_factory=functools.partial(list, value), metadata=help_text)
             if isinstance(value, list)
             else field(default=value, metadata=help_text)
         )
         own.append((argument, _TYPES[annotation], made))
-    namespace = {"kind": kind, "__module__": __name__, "__doc__": f"The arguments of `trl.{name}`; see `TRLConfig`."}
+    namespace: dict[str, Any] = {
+        "kind": kind,
+        "__module__": __name__,
+        "__doc__": f"The arguments of `trl.{name}`; see `TRLConfig`.",
+    }
     namespace |= {"__repr__": TRLConfig.__repr__, "__str__": TRLConfig.__repr__}
     return dataclasses.make_dataclass(name, own, bases=(TRLConfig,), namespace=namespace, repr=False)
 

@@ -21,7 +21,10 @@ def quantization_of(settings: Any) -> str | None:
     """
     if settings is None:
         return None
-    get = settings.get if isinstance(settings, Mapping) else lambda name: getattr(settings, name, None)
+
+    def get(name: str) -> Any:
+        return settings.get(name) if isinstance(settings, Mapping) else getattr(settings, name, None)
+
     if get("load_in_4bit"):
         if (kind := get("bnb_4bit_quant_type")) not in (None, "nf4", "fp4"):
             raise ConfigError(f"quantization_config: bnb_4bit_quant_type={kind!r} is not known; 4 bits are nf4 here")
@@ -60,7 +63,9 @@ class GivenModel:
                 raise ConfigError(f"model has several adapters ({', '.join(model.peft_config)}): keep one")
             self.lora = lora_section(next(iter(model.peft_config.values())))
             targets = self.lora and self.lora.get("target_modules")
-            if isinstance(targets, list):  # without those that peft ignored, as they match nothing
+            if self.lora is not None and isinstance(
+                targets, list
+            ):  # without those that peft ignored, as they match nothing
                 names = [name.partition(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name]
                 there = [one for one in targets if any(f".{name}".endswith(f".{one}") for name in names)]
                 self.lora["target_modules"] = there

@@ -277,7 +277,7 @@ class Trainer:
         """
         if (started := launched()) is not None and started.rank > 0:
             # of a launcher that started the script several times: the first process trains, this one is its rank
-            follow_launcher(FSDPConfig(type="fsdp"), device_name(self._device))
+            follow_launcher(FSDPConfig(type="fsdp"), device_name(self._device), None)
             raise SystemExit(0)
         resume = self._check_folder(resume_from_checkpoint)
         try:
@@ -560,7 +560,7 @@ class GRPOTrainer(Trainer):
     too.
 
     Args:
-        model, callbacks, peft_config, processing_class, others: as for `Trainer`.
+        model: as for `Trainer`, and so are callbacks, peft_config, processing_class and what is not listed here.
         tokenizer: a folder, a hub name or a tokenizer; None: the one beside the model.
         reward_funcs: one or several of: `f(prompts, completions, **columns) -> list of numbers`, the name of a built-in
             reward, a dotted path, a reward model (name, folder or object). A completion's reward is their weighted sum.

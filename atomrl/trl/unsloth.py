@@ -43,7 +43,7 @@ class FastLanguageModel:
         model = AutoModelForCausalLM.from_pretrained(model_name, **given)
         tokenizer = AutoTokenizer.from_pretrained(model_name, token=token)
         # unsloth's scripts expect token ids, which transformers 5 returns in a dict
-        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, return_dict=False)
+        vars(tokenizer)["apply_chat_template"] = partial(tokenizer.apply_chat_template, return_dict=False)
         return _with_members(model), tokenizer
 
     @staticmethod
@@ -69,8 +69,9 @@ class FastLanguageModel:
 
         if options.get("finetune_vision_layers"):
             raise ConfigError("get_peft_model(finetune_vision_layers=True): models read text only")
+        options_of_peft: dict[str, Any] = {"lora_alpha": lora_alpha, "bias": bias}
         settings = LoraConfig(
-            r=r, lora_alpha=lora_alpha, lora_dropout=lora_dropout, bias=bias, use_rslora=use_rslora,
+            r=r, lora_dropout=lora_dropout, use_rslora=use_rslora, **options_of_peft,
             target_modules=target_modules or "all-linear", modules_to_save=modules_to_save, task_type="CAUSAL_LM",
         )  # fmt: skip
         return _with_members(get_peft_model(model, settings))
@@ -171,7 +172,7 @@ def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **_: Any) -
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
+    if name.startswith("__") or name == "pytest_plugins":  # asked for by inspection, not by a script
         raise AttributeError(name)
     why = "models read text only" if "Vision" in name else "of unsloth only FastLanguageModel and its helpers are here"
     raise ImportError(f"AtomRL has no {name} of unsloth: {why}", name="unsloth")

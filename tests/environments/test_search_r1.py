@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,11 @@ from atomrl.types import Problem
 
 SAMPLE = Problem(problem_id="a", prompt=PROMPT.format(question="Who?"), ground_truth=["A"])
 ROOT = Path(__file__).parents[2]
+
+
+def answered_by(monkeypatch, urlopen):
+    """Let a function answer requests instead of a service."""
+    monkeypatch.setattr(search.urllib.request, "build_opener", lambda *_: SimpleNamespace(open=urlopen))
 
 
 @pytest.fixture
@@ -30,7 +36,7 @@ def asked(monkeypatch):
             json.dumps({"result": [[{"document": {"contents": f'"T{number}"\nx\ny'}, "score": 1.0}]]}).encode()
         )
 
-    monkeypatch.setattr(search.urllib.request, "urlopen", urlopen)
+    answered_by(monkeypatch, urlopen)
     return requests
 
 
@@ -95,14 +101,14 @@ def test_documents_are_numbered_and_their_first_line_is_the_title():
 ])  # fmt: skip
 def test_an_answer_without_documents_that_have_a_text_is_an_error_with_the_url(monkeypatch, answer):
     content = json.dumps(answer).encode()
-    monkeypatch.setattr(search.urllib.request, "urlopen", lambda *_, **__: io.BytesIO(content))
+    answered_by(monkeypatch, lambda *_, **__: io.BytesIO(content))
     with pytest.raises(ServiceFault, match=r"retrieve.*documents"):
         played("<search>a</search>")
 
 
 def test_an_answer_is_not_read_without_end(monkeypatch):
     monkeypatch.setattr(search, "MAX_ANSWER_BYTES", 1000)
-    monkeypatch.setattr(search.urllib.request, "urlopen", lambda *_, **__: io.BytesIO(b"[" * 2000))
+    answered_by(monkeypatch, lambda *_, **__: io.BytesIO(b"[" * 2000))
     with pytest.raises(ServiceFault, match="1000 bytes"):
         played("<search>a</search>")
 

@@ -191,7 +191,7 @@ def test_a_recipe_with_keys_of_an_older_trl(tmp_path: Path) -> None:
     assert [one.get("weight", 1.0) for one in functions] == [1.0, 1.0, 0.5]
     assert imported.report().splitlines()[0].endswith("what the file does not set is the default of TRL 1.16")
     assert any(line.startswith("default of beta") and "0.14 0.04; here 0.0" in line for line in imported.differences)
-    assert any(line.startswith("prompts that are text") for line in imported.differences)
+    assert data["chat_template"] == "messages_only"
     (tmp_path / "a_rewards.py").write_text(imported.files["a_rewards.py"])
     good = "<think>\nx\n</think>\n<answer>\ny\n</answer>"
     for name, expected in (("open_r1_format", [1.0, 0.0]), ("open_r1_tag_count", [1.0, 0.25])):

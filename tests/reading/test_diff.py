@@ -185,11 +185,11 @@ def test_rollouts_are_shown_and_filtered(tmp_path, capsys):
     run = str(write_run(tmp_path / "a", changes=odd))
     assert main(["rollouts", run, "--min-reward", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "p\\x1b1" in lines[1] and "\x1b" not in lines[1]
+    assert "p\\u001b1" in lines[1] and "\x1b" not in lines[1]
     assert len(lines) == 2 and all(line.split()[0] == "3" and "r 1.0" in line for line in lines)
     assert main(["rollouts", run, "--prompt", "p0", "--step", "3"]) == 0
     printed = capsys.readouterr().out
-    assert "\x1b" not in printed and "red\\x1b[31m" in printed and "ground truth: 0" in printed
+    assert "\x1b" not in printed and "red\\u001b[31m" in printed and "ground truth: 0" in printed
     assert main(["rollouts", run, "--split", "eval"]) == 2
     assert main(["rollouts", run, "--steps", "x"]) == 2
 

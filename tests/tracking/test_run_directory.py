@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import pandas as pd
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 
 from atomrl.cli.training import ADVICE
 from atomrl.config import ConfigError, load_config
@@ -18,7 +20,7 @@ from tests.tracking.helpers import make_config, make_scored
 
 def save(run, step, text="weights"):
     with run.checkpoint(step) as folder:
-        (folder / "model.safetensors").write_text(text)
+        save_file({"weights": torch.tensor([*text.encode()], dtype=torch.uint8)}, folder / "model.safetensors")
 
 
 def test_new_run_has_the_resolved_config_and_its_environment(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from atomrl.common.errors import did_you_mean
 from atomrl.config import ConfigError, read_yaml
 from atomrl.tools.importers import trl_arguments as trl_shared
 from atomrl.tools.importers.sources import Settings, flat_yaml, read_flags, read_script, text_of
-from atomrl.tools.importers.translation import Moves, Translation, put_gpus
+from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation, put_gpus
 from atomrl.tools.importers.trl_arguments import (
     put_rewards,
     put_steps,
@@ -623,7 +623,7 @@ def _recipe(t: Translation, out: Path) -> None:
     t.move({"tracking.wandb_project": ("wandb_project", str)})
     if (template := t("chat_template")) is not None:
         if "{" not in str(template):
-            raise t.refuse("chat_template", template, trl_shared.TEMPLATE)
+            raise t.refuse("chat_template", template, TEMPLATE)
         name = f"{out.stem}.jinja"
         t.files[name] = str(template)
         t.put("data.chat_template", str(out.parent / name), because="the template is written to that file")
@@ -650,7 +650,8 @@ def _check_names(t: Translation, path: Path, which: Trainer) -> None:
 
 def _read(path: Path, trainer: str | None) -> Reading:
     if path.suffix in (".yaml", ".yml"):
-        settings, notes, launched, named = flat_yaml(path), list[str](), {}, trainer
+        settings, notes, named = flat_yaml(path), list[str](), trainer
+        launched: Mapping[str, Any] = {}
     else:
         wanted = rf"\btrl {trainer}\b|\b{trainer}\.py\b|trl\.scripts\.{trainer}\b" if trainer else None
         settings, notes, launched, words = read_flags(path, PROGRAM, "trl", wanted)

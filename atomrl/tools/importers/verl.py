@@ -106,7 +106,7 @@ def _policy_loss(t: Translation) -> None:
     bounds = {"low": low, "high": high}
     taus = [str(t.name_of([f"{A}policy_loss.{name}", A + name])) for name in ("tau_pos", "tau_neg")]
     sapo = {"type": "sapo", "tau_positive": t.number(taus[0]), "tau_negative": t.number(taus[1])}
-    ratio, clip = {
+    choices: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "vanilla": (token, {"type": "ppo", **bounds, "dual": c}),
         "gspo": ({"type": "sequence_token", "ceiling": 10.0}, {"type": "ppo", **bounds, "dual": None}),
         "sapo": (token, sapo),
@@ -117,7 +117,8 @@ def _policy_loss(t: Translation) -> None:
         "cispo": (token, {"type": "cispo", **bounds}),
         "dppo_tv": (token, {"type": "dppo_tv", **bounds, "cap": c}),
         "dppo_kl": (token, {"type": "dppo_kl", **bounds, "cap": c}),
-    }[mode]
+    }
+    ratio, clip = choices[mode]
     t.put("algorithm.ratio", ratio, cov + "loss_mode")
     t.put(
         "algorithm.clip",

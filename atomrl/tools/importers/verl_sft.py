@@ -2,6 +2,7 @@
 `sft_trainer`, whose rows are messages.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +201,8 @@ def _adapters(t: Translation) -> None:
     t.name_of([f"model.{name}" for name in names])
     t.leave("model.trust_remote_code", "code of a model runs only if you set model.trust_remote_code yourself")
     if t.integer("model.lora_rank"):
-        for key, name, make in zip(("rank", "alpha", "target_modules"), names, (int, float, same), strict=True):
+        makers: tuple[Callable[[Any], Any], ...] = (int, float, same)
+        for key, name, make in zip(("rank", "alpha", "target_modules"), names, makers, strict=True):
             t.put(f"model.lora.{key}", make(t(f"model.{name}")), f"model.{name}")
 
 
