@@ -121,6 +121,17 @@ def test_too_many_runs_are_cut_and_counted(served):
         assert (len(compared["runs"]), compared["left_out"]) == (count - left_out, left_out)
 
 
+def test_a_comparison_names_its_unfinished_runs_and_may_have_no_runs(tmp_path):
+    """Both counts reach the page: runs that are no seeds, and runs that are not shown."""
+    make_run(tmp_path / "one", seed=1), make_run(tmp_path / "two", seed=2)
+    with serving(tmp_path) as (client, _):
+        ids = ",".join(client.id_of(name) for name in ("one", "two"))
+        compared = client.get(f"/api/compare?runs={ids}").json
+        assert compared["unfinished"] == [0, 1] and compared["left_out"] == 0
+        nothing = client.get("/api/compare?runs=").json
+        assert nothing["runs"] == [] and nothing["unfinished"] == []
+
+
 def test_the_server_writes_nothing_and_needs_no_torch(served):
     folder, client, process = served
     before, run = listing(folder), client.id_of("group/two")

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from atomrl.atoms.advantages import group_std
 from atomrl.common.functions import imports_forbidden
+from atomrl.common.yaml_files import parse_yaml
 from atomrl.config import ConfigError, RunConfig, load_config, merge_trees
 from atomrl.config.loading import is_alternative_layout, mark_texts, translate
 from atomrl.config.run import objective_in, setting_in

@@ -217,6 +217,13 @@ def test_a_comparison_of_too_many_runs_names_how_many_are_left_out(tab, client):
     page.wait_for_selector("text=Only the first 16 runs are compared; 2 more are not shown.")
 
 
+def test_a_comparison_of_no_runs_says_where_to_choose_some(tab, client):
+    page = tab(client).open("/compare", "p.empty")
+    assert "Select two or more in the list of runs" in page.inner_text("p.empty")
+    page.click("p.empty a")
+    page.wait_for_selector("table.runs")
+
+
 def test_a_counter_of_lacking_memory_is_no_memory(tab, client):
     page = tab(client).open("/", "table.runs")
     asked = """async (name) => {

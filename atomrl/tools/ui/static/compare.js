@@ -178,6 +178,7 @@ export function Compare({ ids }) {
   const clocks = found ? ["time", "tokens"].filter((name) => found.clocks.some((clock) => clock[name])) : [];
   const axis = clocks.includes(view.x) ? view.x : "step";
   const steps = useMemo(() => stepsOf(found, panels, groups, axis), [found, panels, groups, axis]);
+  if (!ids.length) return html`<h1>${t("compare")}</h1><p class="empty">${t("compare_none")} <a href=${link([])}>${t("runs")}</a></p>`;
   if (!found) return error ? html`<h1>${t("compare")}</h1><${Failure} error=${error} />` : html`<${Loading} />`;
   const differing = Object.entries(found.config);
   const several = found.groups.some((members) => members.length > 1);
@@ -192,7 +193,7 @@ export function Compare({ ids }) {
     ${found.left_out > 0 && html`<p class="warning" role="status"><span aria-hidden="true">! </span>${t("compare_cut", { n: found.runs.length, left: found.left_out })}</p>`}
     <${Judged} found=${found} groups=${groups} />
     ${grouped === "yes" && found.apart.length > 0 && html`<${Differences} pairs=${found.apart} />`}
-    ${grouped === "yes" && found.left_out.length > 0 && html`<p class="faint">${t("left_out", { runs: found.left_out.map((i) => visible(found.runs[i].name)).join(", ") })}</p>`}
+    ${grouped === "yes" && found.unfinished.length > 0 && html`<p class="faint">${t("left_out", { runs: found.unfinished.map((i) => visible(found.runs[i].name)).join(", ") })}</p>`}
     ${grouped === "yes" && found.apart_lacks && several && html`<p class="faint">${t("apart_lacks")}</p>`}
     <div class="beside"><section>
     <h2>${t("curves")}</h2>

@@ -16,6 +16,7 @@ export const WORDS = {
   sort: ["Sort", "排序"],
   group_seeds: ["Group by config, ignoring the seed", "合并仅种子不同的运行"], group_of: ["{name} × {n}: mean {value}, held-out {held}", "{name} × {n}：平均 {value}，留出集 {held}"],
   compare: ["Compare", "对比"], compare_n: ["Compare {n} runs", "对比 {n} 个运行"], compare_cut: ["Only the first {n} runs are compared; {left} more are not shown.", "最多对比 {n} 个运行，另有 {left} 个未显示。"],
+  compare_none: ["No runs are chosen. Select two or more in the list of runs, then press Compare:", "未选择运行。请在运行列表中勾选两个或更多运行，再点击“对比”："],
   compare_hint: ["Select two or more runs to compare", "勾选两个或更多运行进行对比"],
   new_run: ["New run", "新建运行"], count: ["{shown} of {all} runs, {running} running", "共 {all} 个运行，显示 {shown} 个，{running} 个运行中"],
   nothing_found: ["No matches.", "没有匹配项。"], no_runs: ["No runs in {folder} yet. New runs appear here.", "{folder} 中还没有运行。新运行会自动显示在这里。"],
