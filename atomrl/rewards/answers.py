@@ -589,7 +589,8 @@ def split_unit(text: str, letters: bool = False) -> Quantity:
     if match is None or not re.search(r"[0-9]|\\pi|\\sqrt|\\frac|^[a-z]$", match["body"]):
         return Quantity(text, front)
     unit, power = canonical(match["unit"])
-    if unit.startswith("/") and re.match(r"/\s*[A-Za-z]", match["unit"]) and unit[1:] not in _NAMES:
+    plain = re.match(r"/\s*[A-Za-z]", match["unit"]) is not None
+    if unit.startswith("/") and ((plain and unit[1:] not in _NAMES) or not re.fullmatch(r"/[^\W\d_].*", unit)):
         return Quantity(text, front)  # 12/abc is an expression
     if _NO_UNITS & {*unit.split()}:
         return Quantity("", front)

@@ -338,7 +338,7 @@ _LIST = re.compile(r"\s*\[\s*[\"'].*[\"']\s*\]\s*", re.DOTALL)
 _PRIME = re.compile(r"(?<=[A-Za-z)])'+|\\prime")
 _INDEX_OF_NUMBER = re.compile(r"(?<![A-Za-z0-9_}.])[0-9]+\s*_")  # 1_000
 _SIZES = r"\\left\b|\\right\b|\\[bB]igg?[lrm]?(?![A-Za-z])"
-_MAY_BE_REGION = re.compile(r"[<>≤≥≠=∈∉ℝ[(]|\\(?:[gln]eq?|[gl]t|[gl]eqslant|in|notin|mathbb|R|\{)(?![A-Za-z])")
+_MAY_BE_REGION = re.compile(r"[Rr]eal|[<>≤≥≠=∈∉ℝ[(]|\\(?:[gln]eq?|[gl]t|[gl]eqslant|in|notin|mathbb|R|\{)(?![A-Za-z])")
 _SENTENCE = re.compile(r"[a-z0-9)}]\.\s+[A-Z]")
 
 
@@ -408,9 +408,9 @@ def _equal(answer: str | None, wanted: str) -> bool:
     if any(_SET.fullmatch(one) and _TUPLE.fullmatch(two) for one, two in ((given, gold), (gold, given))):
         return False  # {1, 2} is neither a point nor an interval
     if clock_time(given) is None or clock_time(gold) is None:
-        ratios = _ratio(given), _ratio(gold)
-        if ratios[0] or ratios[1]:
-            return _same_ratio(*ratios)
+        (names, parts), (gold_names, gold_parts) = _ratio(given), _ratio(gold)
+        if parts or gold_parts:
+            return (names == gold_names or not (names and gold_names)) and _same_ratio(parts, gold_parts)
     if _is_text(gold) or _DOTS.search(_repeating(given)):
         return False
     one, other = clock_time(given), clock_time(gold)
@@ -448,15 +448,17 @@ def _read_exactly(text: str) -> Any:
     return None if expression is None else tamed(expression)
 
 
-def _ratio(text: str) -> list[str]:
-    """Return the parts of a ratio of three or more, such as 1:2:3 or a:b:c = 1:2:3; [] for any other text."""
+def _ratio(text: str) -> tuple[str, list[str]]:
+    """Return the names and the parts of a ratio of three or more, such as 1:2:3 or a:b:c = 1:2:3; no parts for any
+    other text."""
     names, equals, parts = text.rpartition("=")
     if ("-" in parts and _DATE.fullmatch(text)) or (
         equals and not re.fullmatch(r"\s*[A-Za-z](?:\s*:\s*[A-Za-z])+\s*", names)
     ):
-        return []
+        return "", []
     found = [part.strip() for part in re.split(r"\\colon(?![a-z])|:", parts)]
-    return found if len(found) > 2 and all(re.search(r"[0-9A-Za-z]", part) for part in found) else []
+    is_ratio = len(found) > 2 and all(re.search(r"[0-9A-Za-z]", part) for part in found)
+    return "".join(names.split()), found if is_ratio else []
 
 
 def _same_ratio(given: list[str], gold: list[str]) -> bool:

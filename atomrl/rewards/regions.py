@@ -27,6 +27,7 @@ _SPELLINGS = [
     (r"\\q?quad(?![a-z])|\\[;:! ]|~", " "),
     (r"\\,", " "),
 ]
+_REALS = re.compile(r"(?:\\text\s*\{)?\s*(?:all\s+)?real(?:s| numbers)\s*\}?", re.IGNORECASE)
 _OR = re.compile(
     r",?\s*(?:\\text\s*\{\s*,?\s*(?:or|或)\s*,?\s*\}|\\lor(?![a-z])|\\vee(?![a-z])|(?<![A-Za-z\\])or(?![A-Za-z])|或)"
 )
@@ -75,6 +76,8 @@ def read_region(text: str, parse: Callable[[str], Any]) -> Region | None:
         text = text.replace(sign, command)
     for spelling, usual in _SPELLINGS:
         text = re.sub(spelling, usual, text)
+    if _REALS.fullmatch(text.strip()):
+        return Region(sympy.Interval(-sympy.oo, sympy.oo), "", False)
     try:
         return _read(text.strip(), parse)
     except _Unreadable:
