@@ -115,7 +115,8 @@ def test_every_section_refuses_unknown_keys():
             r"reward.functions.0.weight: .*finite number",
         ),
         ({"reward": {"functions": [3]}}, r"reward.functions.0: must be a mapping of keys \(got 3\)"),
-        ({"run_name": "../r"}, r"run_name: "),
+        ({"run_name": "../r"}, r"run_name: must be a name without slashes.* \(got '../r'\)"),
+        ({"model": {"device": "gpu"}}, r"model.device: must be auto, cpu, cuda or cuda:N \(got 'gpu'\)"),
         ({"run_name": ""}, r"run_name: "),
     ],
 )

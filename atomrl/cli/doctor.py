@@ -71,9 +71,11 @@ def diagnose_run(folder: Path, as_json: bool = False) -> int:
     from atomrl.tracking.doctor import MOST_CHECKS, diagnose
     from atomrl.tracking.doctor.hacks import quote
     from atomrl.tracking.reading.lines import ReadError, metrics_of, read_mapping, read_metrics
-    from atomrl.tracking.reading.run import FAILURE, completions_of, outcome
+    from atomrl.tracking.reading.run import FAILURE, completions_of, find_runs, is_run, load_run, outcome
     from atomrl.tracking.reading.run import Run as LoadedRun
 
+    if not is_run(folder) and any(True for _ in find_runs(folder)):
+        load_run(folder)  # raises: it names the runs below the folder
     failure = read_mapping(folder / FAILURE, [])
     if failure and not as_json:
         print(f"an error ended the run: {failure.get('error')}\n(full traceback: {folder / FAILURE})")

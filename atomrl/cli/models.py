@@ -354,11 +354,13 @@ def read_prompt(prompt: str) -> str:
 
 def model_folder(path: Path) -> Path:
     """Return the folder of the model of a run: the final one, or its newest complete checkpoint; else `path` itself."""
-    from atomrl.tracking.checkpoints import checkpoint_fault, step_folders
-
     if (path / "model").is_dir():
         return path / "model"
-    folders = step_folders(path / "checkpoints") if (path / "checkpoints").is_dir() else []
+    if not (path / "checkpoints").is_dir():
+        return path
+    from atomrl.tracking.checkpoints import checkpoint_fault, step_folders
+
+    folders = step_folders(path / "checkpoints")
     return next((folder for _, folder in reversed(folders) if checkpoint_fault(folder) is None), path)
 
 

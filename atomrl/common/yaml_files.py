@@ -8,6 +8,8 @@ import yaml
 
 from atomrl.common.errors import ConfigError
 
+DATA_FILES = (".jsonl", ".parquet", ".csv")
+
 
 class _UniqueKeyLoader(yaml.SafeLoader):
     """YAML loader that rejects duplicate keys; YAML itself would silently use the last one."""
@@ -74,7 +76,9 @@ def config_file(source: str | Path | None) -> Path:
     Raises:
         ConfigError: there is none.
     """
-    if source is None:
+    if source is None or ("=" in str(source) and not Path(source).exists()):  # an override is no file
         raise ConfigError("no config file given; give one, such as configs/quickstart.yaml")
+    if Path(source).suffix in DATA_FILES:
+        raise ConfigError(f"{source} is a data file; give a config, and the data as data.train={source}")
     saved = Path(source, "config.yaml")
     return saved if saved.is_file() else Path(source)

@@ -22,7 +22,7 @@ from atomrl.common.functions import search_in
 from atomrl.common.secrets import mask_secrets
 from atomrl.common.yaml_files import config_file, read_yaml
 from atomrl.config.run import RunConfig
-from atomrl.config.schema import BackendConfig, ResourceConfig, RolloutConfig
+from atomrl.config.schema import FORMS, BackendConfig, ResourceConfig, RolloutConfig
 from atomrl.objectives.base import Choice
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -449,6 +449,8 @@ def _error_line(item: Mapping[str, Any]) -> str:
         if axes:
             return "\n  ".join(_unknown([*path, axis], valid) for axis in axes)
     message = str(item["msg"]).removeprefix("Value error, ")
+    if item["type"] == "string_pattern_mismatch":
+        message = FORMS.get(item["ctx"]["pattern"], message)
     if not key or item["type"] == "value_error":
         return message
     return f"{key}: {message} (got {_shown(path, item['input'])!r})"

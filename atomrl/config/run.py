@@ -26,14 +26,11 @@ TOOLS = "tools"
 ROWS_PER_UPDATE = 64
 """Default of `train.rows_per_update` for runs without rollouts."""
 
-_CONTROL = r"\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
-"""Control characters, and marks that change the direction of text."""
-
 
 class RunConfig(Section):
     """The config of a run: all sections, and the rules between them."""
 
-    run_name: str = Field(pattern=rf"^[^/\\.{_CONTROL}][^/\\{_CONTROL}]*$")
+    run_name: str = Field(pattern=schema.NAME)
     """Name of the run and of its folder in `output_dir`: no slashes, no leading dot, no control characters."""
     output_dir: str = "runs"
     seed: int = Field(0, ge=0, lt=2**63)

@@ -14,6 +14,19 @@ from atomrl.common.errors import ConfigError
 from atomrl.common.secrets import is_variable
 from atomrl.types import SAMPLING_KEYS, SamplingParams
 
+_CONTROL = r"\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
+"""Control characters, and marks that change the direction of text."""
+NAME = rf"^[^/\\.{_CONTROL}][^/\\{_CONTROL}]*$"
+DEVICE, TEMPLATE = r"^(auto|cpu|cuda(:\d+)?)$", r"^(auto|none|messages_only|chatml|.+\.jinja)$"
+ADDRESS = r"^https?://[^/\s]+$"
+FORMS = {
+    NAME: "must be a name without slashes, control characters and a leading dot",
+    DEVICE: "must be auto, cpu, cuda or cuda:N",
+    TEMPLATE: "must be auto, none, messages_only, chatml or a file FILE.jinja",
+    ADDRESS: "must be an address such as http://HOST:PORT, without a path",
+}
+"""Regular expression of a field -> what a message says in its place."""
+
 
 class Section(BaseModel):
     """Base class of all sections: frozen, and an unknown key is an error."""
@@ -51,7 +64,7 @@ class ModelConfig(Section):
     model."""
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer, if it is not beside the model."""
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    device: str = Field("auto", pattern=DEVICE)
     """Device of trainer and engine: `cpu`, `cuda`, `cuda:1`, ...; `auto` is a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the forward pass; master weights are always float32. `auto` is bfloat16 if the hardware has fast
@@ -343,7 +356,7 @@ class DataConfig(Section):
     """A regular expression whose first group, in the answer column, is the ground truth (GSM8K: `####\\s*(.+)`)."""
     system_prompt: str | None = None
     system_prompt_file: str | None = None
-    chat_template: str = Field("auto", pattern=r"^(auto|none|messages_only|chatml|.+\.jinja)$")
+    chat_template: str = Field("auto", pattern=TEMPLATE)
     """`auto`: apply the tokenizer's template, if it has one. `none`: use the text as it is, for prompts that contain
     their template. `messages_only`: apply it to messages, and use text as it is (TRL). `chatml`, or the path of a
     .jinja file: replace the tokenizer's template, and save it with the model."""
@@ -370,7 +383,7 @@ class DataConfig(Section):
         return self
 
 
-Server = Annotated[str, Field(pattern=r"^https?://[^/\s]+$")]
+Server = Annotated[str, Field(pattern=ADDRESS)]
 """URL of a server, without a path."""
 
 
@@ -511,7 +524,7 @@ class PoolConfig(Section):
 
     folder: str | None = None
     """Folder of the pools, one file each; on a local disk. None: `pools` in `output_dir`."""
-    name: str | None = Field(None, pattern=r"^[^/\\.][^/\\]*$")
+    name: str | None = Field(None, pattern=NAME)
     """File name of the pool. None: `run_name`, so that each run has a pool of its own."""
     capacity: int = Field(4096, ge=1)
     """Maximum number of unclaimed groups. Evicts the oldest weight version first, then first in, first out."""

@@ -19,6 +19,8 @@ sys.exit(f"imported {heavy}" if heavy else code)
 ABSENT = [
     ("train absent.yaml", "config file absent.yaml does not exist"),
     ("train", "no config file given"),
+    ("train --model.path x", "no config file given"),
+    ("train rows.jsonl", "rows.jsonl is a data file; give a config, and the data as data.train=rows.jsonl"),
     ("train broken.yaml", "broken.yaml is not valid YAML"),
     ("plan", "no config file given"),
     ("plan absent.yaml --gpu 4090", "config file absent.yaml does not exist"),

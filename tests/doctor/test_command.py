@@ -39,6 +39,13 @@ def test_the_error_that_ended_a_run_is_said_also_where_no_step_was_made(tmp_path
         assert "an error ended the run: RewardError: the service is down" in text and "no problems" not in text
 
 
+def test_a_folder_of_runs_is_answered_with_its_runs(tmp_path, capsys):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert f"runs in it: {tmp_path / 'one'}" in capsys.readouterr().err
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
     assert main(["doctor", str(tmp_path / "absent")]) == 2
     assert main(["doctor", write_metrics(tmp_path / "empty", [])]) == 2

@@ -475,7 +475,7 @@ def load_run(path: str | Path) -> Run:
         below = [str(run) for run in find_runs(folder)][:5]
         hint = f"; runs in it: {', '.join(below)}" if below else ""
         what = "is not the folder of a run (it has neither metrics.jsonl nor config.yaml)"
-        raise ReadError(f"{folder} {what if folder.is_dir() else 'does not exist'}{hint}")
+        raise ReadError(f"{folder} {what if folder.exists() else 'does not exist'}{hint}")
     return Run(folder)
 
 
