@@ -66,7 +66,7 @@ def combine(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     Returns:
         `runs`: the cards; `groups`: indices of the runs that differ in seed only, with `group_names`; `apart`: the
-        differences between groups; `unfinished`: indices of runs that did not finish, so that they are no seeds;
+        differences between groups; `left_out`: indices of runs that did not finish, so that they are no seeds;
         `columns`: final figures per run and group; `config`: keys that differ, `partial`: keys that only some configs
         have; `curves` per metric and run, `bands` (mean and range) per metric and group, null without data; `clocks`
         per run; `alike`: groups of metrics that are equal in all runs; `constant`: metrics that never change.
@@ -104,7 +104,7 @@ def combine(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "runs": [one["card"] for one in parts],
         "groups": members,
         "group_names": names,
-        "unfinished": unfinished,
+        "left_out": unfinished,
         **_differences(figures, seeds, names),
         "columns": [
             {"title": one.title, "values": one.values, "over": [mean_and_range(one, group) for group in seeds]}

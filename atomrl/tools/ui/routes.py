@@ -229,8 +229,8 @@ class Routes:
         for entry in self._compared(request):
             with self.catalog.reading(entry) as run:
                 parts.append(compare.run_data(run, entry.id, entry.name, everything))
-        left_out = max(0, len(_run_ids(request)) - compare.MAX_RUNS)
-        return answer(request, compare.combine(parts) | {"left_out": left_out})
+        combined, cut = compare.combine(parts), max(0, len(_run_ids(request)) - compare.MAX_RUNS)
+        return answer(request, combined | {"unfinished": combined["left_out"], "left_out": cut})
 
     def csv(self, request: Request) -> Response:
         """Return the values of some metrics of some runs as CSV."""
