@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -35,6 +36,8 @@ def check_config(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigError: there is no file, or it is not YAML.
     """
+    if "atomrl.config" in sys.modules:
+        return  # imported already: `load_config` reads it
     from atomrl.common.yaml_files import config_file, read_yaml
 
     read_yaml(config_file(arguments.config))

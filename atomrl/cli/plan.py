@@ -102,7 +102,8 @@ def plan_for_machine(arguments: argparse.Namespace, report: dict[str, Any]) -> i
     if arguments.probe and prepared is not None:
         result = forecast(config, prepared)
         fits = fits and result.measured.peak_bytes <= budget  # `and`: small steps rarely have the longest rows
-        report["probe"] = {**asdict(result), "step_seconds": result.step_seconds}
+        if arguments.json:
+            report["probe"] = {**asdict(result), "step_seconds": result.step_seconds}
         print_forecast(result, budget, place)
     if arguments.signal is not None:
         print("\nsignal:", *signal(config, arguments.signal), sep="\n  ")

@@ -273,7 +273,7 @@ def test_sigterm_is_said_from_the_start(command):
     program = (
         "import os, signal, sys; from atomrl import config; from atomrl.cli import main\n"
         "config.load_config = lambda *arguments: os.kill(os.getpid(), signal.SIGTERM)\n"
-        f"sys.exit(main.main([*{command!r}, 'configs/quickstart.yaml']))"
+        f"sys.exit(main.main([*{command!r}, 'c.yaml']))"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
     assert (ended.returncode, ended.stderr) == (130, "\ninterrupted\n")
