@@ -111,8 +111,11 @@ def check_sizes(config: Any, path: object) -> None:
     text = text_config(config)
     for name in SIZES:
         if None in _values(text, name):
+            kinds = ", ".join(config.architectures or ()) or "no architectures"
             raise ConfigError(
-                f"{path} is a {config.model_type} model, whose config has no {name}: it cannot be trained"
+                f"{path} is a {config.model_type} model ({kinds}), "
+                f"whose config has no {name}, and is not a causal language model: use one whose config.json names a "
+                "...ForCausalLM in `architectures`"
             )
     heads, keys = size(config, "num_attention_heads"), size(config, "num_key_value_heads")
     if keys and heads % keys:

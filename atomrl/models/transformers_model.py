@@ -224,14 +224,15 @@ def check_causal(config: Any, path: object) -> None:
     other = any(kind.endswith(NO_WRITER) for kind in kinds)
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING:  # some of these families also have a causal class
         other |= not any(kind.endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds)
+    named = f"{path} is a {config.model_type} model ({', '.join(kinds) or 'no architectures'})"
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
-            f"{path} is a {config.model_type} model, which reads the prompt with an encoder, and is not a causal "
+            f"{named}, which reads the prompt with an encoder, and is not a causal "
             "language model: use one whose config.json names a ...ForCausalLM in `architectures`"
         )
     if other or not known:
         raise ConfigError(
-            f"{path} is a {config.model_type} model ({', '.join(kinds) or 'no architectures'}), which is not a causal "
+            f"{named}, which is not a causal "
             "language model: use one whose config.json names a ...ForCausalLM in `architectures`"
         )
 

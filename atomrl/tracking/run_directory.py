@@ -201,6 +201,8 @@ STARTED = {
     "config.yaml",
     "env.json",
     "inputs",
+    "prompt_lengths.train",
+    "prompt_lengths.eval",
     "rollouts",
     FUNCTIONS,
     FAILURE,

@@ -277,9 +277,8 @@ def test_runs_of_one_group_differ_in_seed_and_name_alone():
 
 def test_a_key_that_a_run_s_version_lacks_is_no_difference():
     def run_data(config):
-        return {"card": {"group": str(config), "name": "a"}, "config": config, "curves": {}, "judged": {}} | {
-            "evaluations": [], "clocks": {}
-        }  # fmt: skip
+        card = {"group": str(config), "name": "a", "status": "finished"}
+        return {"card": card, "config": config, "curves": {}, "judged": {}, "evaluations": [], "clocks": {}}
 
     merged = combine([run_data({"a": 1, "b": None}), run_data({"a": 2, "b": None, "c": 0, "run_name": "x"})])
     assert merged["config"] == {"a": [1, 2]} and merged["partial"] == {"c": [None, 0]}
@@ -292,6 +291,7 @@ def test_runs_that_differ_in_their_seeds_are_judged_together(tmp_path):
         with (folder / "metrics.jsonl").open("a") as file:
             row = {"step": 2 + place, "val-core/sums/acc/mean@1": 0.5 + place / 10}
             file.write(json.dumps(row) + "\n")
+        (folder / "summary.json").write_text('{"finished": true}')
         parts.append(run_data(Run(folder), str(place), folder.name))
     merged = combine(parts)
     assert merged["groups"] == [[0, 2], [1]]
