@@ -6,7 +6,7 @@ DOWNLOAD := -m pip download --quiet --disable-pip-version-check
 CHECKED := tests/atoms tests/architecture tests/training tests/rollout tests/test_config.py
 
 .PHONY: install quickstart quickstart-search quickstart-python distributed test-distributed test-distributed-short test-vllm-oldest \
-	test-sglang megatron test-megatron test-megatron-short test-games test-ui test-ui-short check test test-all mutations test-cpus wheel-check \
+	test-sglang megatron test-megatron test-megatron-short test-games test-ui test-ui-short check keys test test-all mutations test-cpus wheel-check \
 	coverage gpu-check wheels lint lint-js docs clean
 
 install: .venv/installed
@@ -165,6 +165,10 @@ mutations: .venv/installed-test
 # The inner loop, three CPU-minutes: equations, updates, engines and the rules of the code.
 check: lint
 	$(BIN)/python -m pytest $(PARALLEL) $(QUICK) $(CHECKED)
+
+# The descriptions of keys in docs/reference/config.md and on the web page, from the docstrings of atomrl/config/schema.py.
+keys: .venv/installed-test
+	$(BIN)/python tools/config_keys.py
 
 coverage: .venv/installed-test
 	$(BIN)/python -m pytest $(PARALLEL) --cov --cov-report=term:skip-covered --cov-report=html:build/coverage
