@@ -7,7 +7,7 @@ CHECKED := tests/atoms tests/architecture tests/training tests/rollout tests/tes
 
 .PHONY: install quickstart quickstart-search quickstart-python distributed test-distributed test-distributed-short test-vllm-oldest \
 	test-sglang megatron test-megatron test-megatron-short test-games test-ui test-ui-short check keys test test-all mutations test-cpus wheel-check \
-	coverage gpu-check wheels lint lint-js docs clean
+	coverage gpu-check wheels lint lint-js docs release-notes clean
 
 install: .venv/installed
 
@@ -192,7 +192,7 @@ test-cpus: .venv/installed-test
 	CXX=none taskset -c 0 $(BIN)/python -m pytest -n 0
 
 lint: .venv/installed-test
-	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy
+	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/codespell && $(BIN)/mypy
 
 # The pages' modules: their types as far as JavaScript tells, names that are used or there twice. It needs npm.
 JS := .venv-js
@@ -209,17 +209,24 @@ docs: .venv/installed
 	$(BIN)/python $(INSTALL) -c constraints.txt -e ".[docs]"
 	$(BIN)/mkdocs build --strict
 
-# The sdist, and the wheel that is built from it, in build/dist; a short quickstart runs from the wheel, not from this checkout.
+# Build sdist and wheel in build/dist, check them, and run a short quickstart from the wheel instead of this checkout.
 wheel-check: .venv/installed
 	rm -rf build/dist build/wheel build/wheel-runs
-	$(BIN)/python $(INSTALL) -c constraints.txt build
+	$(BIN)/python $(INSTALL) -c constraints.txt build twine
 	$(BIN)/python -m build --outdir build/dist > /dev/null
+	$(BIN)/twine check --strict build/dist/*
+	! $(BIN)/python -m zipfile -l build/dist/*.whl | grep -E '\.md |/docs/' | grep -v dist-info  # the documentation stays in the repository
 	$(BIN)/python $(INSTALL) --no-deps --target build/wheel build/dist/*.whl
 	cd build && for run in quickstart_sft quickstart; do \
 		PYTHONPATH=wheel ../$(BIN)/python -P -m atomrl train ../configs/$$run.yaml output_dir=wheel-runs train.steps=2 data.train_size=500 \
 			$$(test $$run = quickstart_sft || echo model.path=wheel-runs/quickstart-warm-start/model rollout.prompts_per_step=8 data.eval_size=20) \
 			|| exit 1; done
 	cd build && PYTHONPATH=wheel ../$(BIN)/python -P -c "import atomrl; assert 'wheel' in atomrl.__file__, atomrl.__file__"
+
+# The text of a release, from CHANGELOG.md: `make release-notes TAG=v0.1.0`. The workflow `release` runs on a pushed tag.
+release-notes:
+	mkdir -p build
+	$(PYTHON) tools/release_notes.py $(TAG) > build/release_notes.md
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -126,7 +126,7 @@ def _axes() -> list[Item]:
                 }
                 choices = {"choices": [*([off] if off else []), *types], "types": types}
                 value = tree[field.alias or name]
-                value = value[0] if isinstance(value, list) and value else value  # a sum of losses
+                value = value[0] if isinstance(value, list | tuple) and value else value  # a sum of losses
                 default = value["type"] if isinstance(value, dict) and "type" in value else off
                 found.append({"key": f"{key}.type", "kind": "choice", **choices, "of_default": default, "about": ""})
             fields = {field: (kind, info) for kind in kinds.values() for field, info in kind.model_fields.items()}

@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from atomrl.trainer.evaluate import EvalResult, Figure
     from atomrl.types import Episode, Problem
 
-TRAINER_FILES = ("MANIFEST.json", "progress.json")
-"""Files of a checkpoint that only the trainer reads."""
-
 
 def add_eval(parser: argparse.ArgumentParser) -> Run:
     """Score a model on held-out problems: accuracy, pass@k, majority@k, reward by data source, lengths, format.
@@ -366,6 +363,8 @@ def model_folder(path: Path) -> Path:
 
 def export_model(arguments: argparse.Namespace) -> int:
     """Copy the model's files, or merge its adapters and report the rounding error."""
+    from atomrl.tracking.checkpoint_format import MANIFEST, PROGRESS
+
     checkpoint, note = model_folder(arguments.checkpoint), ""
     if checkpoint == arguments.checkpoint and arguments.out is None:
         raise ValueError(f"{checkpoint} is not the folder of a run: give OUT, a new folder")
@@ -380,7 +379,7 @@ def export_model(arguments: argparse.Namespace) -> int:
                 note += f"; error of the {error.quantization} base, whose weights are exported: {error.of_base:.2%}"
         elif (checkpoint / "config.json").is_file():
             for path in checkpoint.iterdir():
-                if path.is_file() and path.name not in TRAINER_FILES:
+                if path.is_file() and path.name not in (MANIFEST, PROGRESS):
                     shutil.copy2(path, folder)
         else:
             raise ValueError(f"{checkpoint} is not a checkpoint: it has neither config.json nor adapter_config.json")
