@@ -17,9 +17,8 @@ ROOT = Path(__file__).parents[1]
 def notes(tag: str, changelog: str, version: str) -> str:
     """Return the section of a version.
 
-    Example:
-        >>> notes("v0.2.0", "# Changelog\\n\\n## 0.2.0 (2026-12-01)\\n\\n- New.\\n\\n## 0.1.0\\n\\n- First.\\n", "0.2.0")
-        '- New.'
+    Raises:
+        SystemExit: the tag is not that of the version, or the version has no section.
     """
     if tag != f"v{version}":
         raise SystemExit(
