@@ -1,7 +1,7 @@
 """The loops simulated: on this machine, beside runs of it, and on 2 to 1,024 GPUs.
 
     python benchmarks/simulate_cluster.py                    clusters: about 4 minutes on two quiet cores
-    python benchmarks/simulate_cluster.py --docs             ...into docs/guides/distributed_rollout.md and its picture
+    python benchmarks/simulate_cluster.py --docs             ...into docs/development/scaling.md and its picture
     python benchmarks/simulate_cluster.py groups=256 --gpus 64       with other numbers of plan_cluster.py
     python benchmarks/simulate_cluster.py --calibrate        how far it is off here: about 4 minutes on two quiet cores
     python benchmarks/simulate_cluster.py --results runs/async_vs_sync/results.json    ...of runs of async_vs_sync.py
@@ -351,7 +351,7 @@ def main() -> int:
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="of plan_cluster.py")
     parser.add_argument("--steps", type=int, default=STEPS, help="of each simulated run on a cluster")
     parser.add_argument("--gpus", type=int, nargs="+", default=SIZES)
-    parser.add_argument("--docs", action="store_true", help="into docs/guides/distributed_rollout.md")
+    parser.add_argument("--docs", action="store_true", help="into docs/development/scaling.md")
     parser.add_argument("--calibrate", action="store_true", help="runs of this machine, and how far it is off")
     parser.add_argument("--results", type=Path, help="of benchmarks/async_vs_sync.py: how far it is off")
     parser.add_argument("--model", default=str(ROOT / "runs" / "quickstart-warm-start" / "model"))
