@@ -197,7 +197,7 @@ def cluster_report(pairs: Sequence[str], steps: int, sizes: Sequence[int], docs:
             print(f"{best[0].gpus} x {gpu.name}, staleness 1: {best[0].trainers} train, "
                   f"{3600 / best[1]['steps_per_hour']:.0f} s a step")  # fmt: skip
     if docs:
-        page = ROOT / "docs" / "guides" / "distributed_rollout.md"
+        page = ROOT / "docs" / "development" / "scaling.md"
         before, rest = page.read_text(encoding="utf-8").split(BEGIN)
         tables = "\n\n".join(map(scaling, found))
         page.write_text(f"{before}{BEGIN}\n\n{tables}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
