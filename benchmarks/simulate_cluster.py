@@ -96,7 +96,7 @@ def divided(plan: Plan, loop: str, steps: int = STEPS) -> tuple[Plan, dict[str, 
 
 
 def limits(plan: Plan, loop: str, steps: int = STEPS) -> str:
-    """What would be gained by each thing that holds a run back, if it were not: the two largest."""
+    """Return the two largest gains from removing one limit of a run."""
     machine, mean = machine_of(plan), plan.lengths[0]
     full = plan.token_s(plan.rows) / plan.rows
     without = {
@@ -264,7 +264,7 @@ def compare(report: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> str
 
 
 def fitted(runs: Mapping[str, Mapping[str, Any]], completions: int) -> dict[str, Any]:
-    """What the simulation has to know of this machine.
+    """Fit the constants of this machine for the simulation.
 
     Args:
         runs: without waiting: `many` and `few` synchronous, of two numbers of groups; `thread` with staleness 0;

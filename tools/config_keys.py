@@ -176,7 +176,7 @@ def kind_of(field: FieldInfo) -> dict[str, Any]:
 
 
 def docstrings(section: type[BaseModel]) -> dict[str, str]:
-    """What stands below each field of a class, on a line."""
+    """Return the docstring below each field of a class, on one line."""
     found: dict[str, str] = {}
     for base in reversed(section.__mro__):
         if not issubclass(base, BaseModel) or base is BaseModel:
