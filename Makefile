@@ -216,7 +216,7 @@ wheel-check: .venv/installed
 	$(BIN)/python $(INSTALL) -c constraints.txt build twine
 	$(BIN)/python -m build --outdir build/dist > /dev/null
 	$(BIN)/twine check --strict build/dist/*
-	! $(BIN)/python -m zipfile -l build/dist/*.whl | grep -E '\.md |/docs/' | grep -v dist-info  # the documentation stays in the repository
+	! $(BIN)/python -m zipfile -l build/dist/*.whl | grep atomrl/docs/  # the documentation is not part of the package
 	$(BIN)/python $(INSTALL) --no-deps --target build/wheel build/dist/*.whl
 	cd build && for run in quickstart_sft quickstart; do \
 		PYTHONPATH=wheel ../$(BIN)/python -P -m atomrl train ../configs/$$run.yaml output_dir=wheel-runs train.steps=2 data.train_size=500 \

@@ -707,9 +707,9 @@ class EvalConfig(Section):
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature; 0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """As in `rollout`."""
+    """Nucleus sampling: keep the most likely tokens up to this probability; 1 keeps all."""
     top_k: int = Field(0, ge=0)
-    """As in `rollout`."""
+    """Sample from the k most likely tokens; 0 keeps all."""
     max_completion_tokens: int | None = Field(None, ge=1)
     """Maximum tokens of a completion. null: `rollout.max_completion_tokens`."""
 
