@@ -9,7 +9,7 @@ CHANGELOG = (release_notes.ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_the_version_has_its_section_of_the_changelog():
-    assert release_notes.notes(f"v{VERSION}", CHANGELOG, VERSION).startswith("- ")
+    assert "\n- " in release_notes.notes(f"v{VERSION}", CHANGELOG, VERSION)
 
 
 def test_only_its_own_section_is_printed():
