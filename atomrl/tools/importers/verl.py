@@ -12,7 +12,7 @@ from atomrl.common.errors import nearest
 from atomrl.config import ConfigError
 from atomrl.tools.importers import verl_sft
 from atomrl.tools.importers.sources import Settings, read_hydra
-from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation, misspelt, put_gpus, same
+from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation, misspelt, put_gpus
 from atomrl.tools.importers.verl_sft import (
     OFFLOADED,
     OPTIMIZERS,
@@ -555,7 +555,7 @@ REFUSED = {
 SECTIONS = {
     "actor_rollout_ref", "critic", "data", "algorithm", "trainer", "reward_model", "reward", "custom_reward_function",
     "ray_kwargs", "ray_init", "global_profiler", "transfer_queue", "distillation", "model_engine", "global_tool_config",
-    "hydra", "async_training", "defaults", "switch", "retriever",
+    "optim", "model", "engine", "checkpoint", "profiler", "hydra", "async_training", "defaults", "switch", "retriever",
 }  # fmt: skip
 OWN_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine")
 """verl's own configs, whose defaults are known; those of Megatron train the same."""
@@ -785,19 +785,9 @@ def _model(t: Translation) -> None:
     put_precision(t, A + "fsdp_config.", A + "megatron.")
     if t.is_set(A + "megatron.override_transformer_config.fp8"):
         t.differ("precision of matrix products", "8 bits (override_transformer_config.fp8)", "bfloat16")
-    if (method := t(M + "lora.lora_A_init_method")) is not None:
-        t.choice(M + "lora.lora_A_init_method", method, {"kaiming": "kaiming"})
     if (enabled := t("critic.enable")) is not None and enabled != (t("algorithm.adv_estimator") == "gae"):
         raise t.refuse("critic.enable", enabled, "gae has a critic, other estimators have none")
-    rank, alpha, modules = (
-        str(t.name_of([M + new, M + old]))  # of Megatron, and of FSDP
-        for new, old in (
-            ("lora.rank", "lora_rank"), ("lora.alpha", "lora_alpha"), ("lora.target_modules", "target_modules"),
-        )
-    )  # fmt: skip
-    if t.integer(rank):
-        for key, name, make in (("rank", rank, int), ("alpha", alpha, float), ("target_modules", modules, same)):
-            t.put(f"model.lora.{key}", make(t(name)), name)
+    put_adapters(t, M)
     t.leave(M + "trust_remote_code", "code of a model runs only if you set model.trust_remote_code yourself")
     t.put_engine(R + "name", engine=str(t(R + "name") or "vLLM"))
     if (batch := t("data.gen_batch_size")) is not None and batch != t("data.train_batch_size"):

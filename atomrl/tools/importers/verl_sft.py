@@ -210,13 +210,25 @@ def _passes(t: Translation) -> None:
 
 
 def _adapters(t: Translation) -> None:
-    names = ("lora_rank", "lora_alpha", "target_modules")
-    t.name_of([f"model.{name}" for name in names])
+    """Set LoRA: the keys of FSDP, or Megatron's in `model.lora`."""
     t.leave("model.trust_remote_code", "code of a model runs only if you set model.trust_remote_code yourself")
-    if t.integer("model.lora_rank"):
+    put_adapters(t, "model.")
+
+
+def put_adapters(t: Translation, place: str) -> None:
+    """Set LoRA from the keys of FSDP or of Megatron.
+
+    Args:
+        place: prefix of the model's keys.
+    """
+    names = (("lora.rank", "lora_rank"), ("lora.alpha", "lora_alpha"), ("lora.target_modules", "target_modules"))
+    rank, alpha, modules = (str(t.name_of([place + new, place + old])) for new, old in names)
+    if (method := t(f"{place}lora.lora_A_init_method")) is not None:
+        t.choice(f"{place}lora.lora_A_init_method", method, {"kaiming": "kaiming"})
+    if t.integer(rank):
         makers: tuple[Callable[[Any], Any], ...] = (int, float, same)
-        for key, name, make in zip(("rank", "alpha", "target_modules"), names, makers, strict=True):
-            t.put(f"model.lora.{key}", make(t(f"model.{name}")), f"model.{name}")
+        for key, name, make in zip(("rank", "alpha", "target_modules"), (rank, alpha, modules), makers, strict=True):
+            t.put(f"model.lora.{key}", make(t(name)), name)
 
 
 def put_optimizer(t: Translation, place: str) -> None:
@@ -225,11 +237,8 @@ def put_optimizer(t: Translation, place: str) -> None:
     Args:
         place: prefix of the optimizer's keys.
     """
-    t.choice(
-        f"{place}optimizer",
-        t(f"{place}optimizer") or "AdamW",
-        dict.fromkeys(("AdamW", "adamw", "Adam", "adam", "FusedAdam")),
-    )
+    kinds = dict.fromkeys(("AdamW", "adamw", "Adam", "adam", "FusedAdam"))
+    t.choice(f"{place}optimizer", t(f"{place}optimizer") or "AdamW", kinds)
     styles = ("warmup_style", "lr_scheduler", "lr_scheduler_type", "lr_decay_style", "decay_type")
     names = [place + name for name in styles]
     schedules = ("constant", "cosine", "linear") if t.is_set(*names[3:]) else ("constant", "cosine")
@@ -240,7 +249,7 @@ def put_optimizer(t: Translation, place: str) -> None:
         name = str(t.name_of(rates))
         t.put("train.min_lr_ratio", round(t.number(name) / t.number(f"{place}lr"), 9), name)
     else:
-        t.put("train.min_lr_ratio", float(t(*ratios) or 0.0), *ratios)
+        t.put("train.min_lr_ratio", 0.0 if t(*ratios) is None else t.number(str(t.name_of(ratios))), *ratios)
     for begin in (place + name for name in ("lr_warmup_init", "lr_start", "init_lr_ratio")):
         if t(begin) is not None and t.number(begin):
             t.differ("first learning rate of a warm-up", f"{begin}={t(begin)}", "the first part of the rise from 0")
