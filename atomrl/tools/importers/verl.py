@@ -16,6 +16,7 @@ from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation, mis
 from atomrl.tools.importers.verl_sft import (
     OFFLOADED,
     OPTIMIZERS,
+    put_adapters,
     put_optimizer,
     put_precision,
     put_trackers,
