@@ -28,7 +28,8 @@ LIMIT_S = 240
 
 TEMPLATE = (
     "{%- if tools %}{{- '<|im_start|>system\\n' + (tools | tojson) + '<|im_end|>\\n' }}{%- endif %}"
-    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + (m.content or '') + '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + (m.content or '') }}"
+    "{%- for call in m.tool_calls or [] %}{{- call.function | tojson }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 
@@ -72,6 +73,9 @@ MATH = {"problem": "What is 2+3?", "solution": "It is $\\boxed{5}$.", "answer": 
 CHAT = {"messages": [user("What is 2+3?"), assistant("5")]}
 CASES = [{"input": "1\n", "output": "2\n"}]
 ROWS: list[tuple[str, dict[str, Any]]] = [
+    ("dmath-candidates", {"system_prompt": "Be exact.", "prompt": "What is 2+3?", "chosen": "5", "rejected": "6"}),
+    ("simpletoolcalling", {"user_content": "Weather in Rome?", "tool_name": "get_weather",
+                           "tool_arguments": "{\"location\": \"Rome\"}"}),
     ("gsm8k", {"question": "Tom has 2 and gets 3. How many?", "answer": "2+3=5\n#### 5"}),
     ("numina", MATH | CHAT),
     ("openr1-math|dapo-math|openmath|bigmath|math", MATH | CHAT | {
@@ -93,11 +97,11 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("kto", {"prompt": [user("hi")], "completion": [assistant("Hello.")], "label": True}),
     ("descriptiveness", {"prompt": [user("hi")], "chosen": [user("hi"), assistant("a")],
                          "rejected": [user("hi"), assistant("b")]}),
-    ("dpo|pairs|binarized|preference|harmless.*dpo|dmath-candidates", PAIR | {
+    ("dpo|pairs|binarized|preference|harmless.*dpo", PAIR | {
         "prompt": "hi", "score_chosen": 8.0, "score_rejected": 3.0, "system_prompt": "Be kind.",
         "messages": PAIR["chosen"]}),
     ("chatbot_arena_completions", {"prompt": [user("hi")], "completion": [assistant("Hello.")], **CHAT}),
-    ("smoltalk2", CHAT | {"chat_template_kwargs": {"enable_thinking": False}}),
+    ("smoltalk2", CHAT | PAIR | {"prompt": "hi", "chat_template_kwargs": {"enable_thinking": False}}),
     ("imdb", {"text": "A good film.", "label": 1}),
     ("multilingual-thinking", CHAT | {"developer": "x", "user": "x", "final": "x", "analysis": "x"}),
     ("cai-conversation|grok-conversation", CHAT | PAIR | {"prompt": "hi"}),
@@ -241,6 +245,7 @@ def child(work: Path, script: Path, arguments: list[str]) -> None:
     texts = [script.read_text(encoding="utf-8", errors="replace"), *arguments]
     texts += [Path(each).read_text(encoding="utf-8") for each in arguments if each.endswith((".yaml", ".yml"))]
     names = set(re.findall(r"[\w.-]+/[\w.-]+", "\n".join(texts)))
+    names |= set(re.findall(r"(?:model_name_or_path|model_path|model_id)\W+([\w./-]+)", "\n".join(texts)))
     no_hub(work / "model", {name for name in names if not Path(name).exists()}, work / "hub")
     sys.path[:0] = [
         str(each) for each in (script.parents[2] / "src", script.parents[1] / "src", script.parent) if each.is_dir()

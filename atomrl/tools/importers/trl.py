@@ -197,6 +197,7 @@ SFT_DEFAULTS: Settings = {
     "loss_type": "chunked_nll",
     "assistant_only_loss": False,
     "packing": False,
+    "packing_strategy": "bfd",
 }
 DPO_DEFAULTS: Settings = {
     "disable_dropout": True,
@@ -315,14 +316,17 @@ def translate_sft(t: Translation, processes: int) -> None:
         t.to_do.append(
             f"dataset_text_field={t('dataset_text_field')}: a row of text has the column `text` here: rename it"
         )
-    if t.flag("packing"):
-        t.differ(
-            "a row of a batch (packing=True)",
-            "a block of max_length tokens with several demonstrations",
-            "a demonstration: multiply train.rows_per_update by the number that fit into a block",
-        )
     _batches(t, processes, rows_of_one=1)
     _lengths(t, "truncated")
+    t.name_of(["packing", "packing_strategy"])
+    if t.flag("packing"):
+        if t("max_length", "max_seq_length") is None:
+            raise t.refuse("packing", True, "it needs max_length, the size of a block")
+        strategies = {name: name for name in ("bfd", "bfd_split", "wrapped")}
+        t.put("sft.packing", t.choice("packing_strategy", t("packing_strategy"), strategies), "packing_strategy")
+        tokens = t.count("per_device_train_batch_size") * t.tree["train"]["max_row_tokens"]
+        t.put("train.rows_per_micro_batch", None)
+        t.put("train.tokens_per_micro_batch", tokens, "per_device_train_batch_size")
 
 
 def translate_dpo(t: Translation, processes: int) -> None:
