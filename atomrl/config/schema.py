@@ -776,6 +776,10 @@ class SftConfig(Section):
     """Trained tokens of a row. `completions`: those of its completion, or of the assistant's messages. `conversations`:
     all of a row with `messages` or `conversations`, else those of the completion (TRL's default). `all`: all, with the
     prompt's. Of a row of text all are trained in any case."""
+    packing: Literal["bfd", "bfd_split", "wrapped"] | None = None
+    """Put demonstrations together to blocks of `train.max_row_tokens` tokens, as TRL; `train.rows_per_update` then
+    counts blocks. `bfd`: whole demonstrations, which do not see each other; `bfd_split`: what is cut off is a row of
+    its own; `wrapped`: end to end, cut anywhere."""
     gpt: GptConfig | None = None
     """Start from a new GPT of this shape, instead of `model.path`."""
 
