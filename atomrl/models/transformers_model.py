@@ -1,7 +1,7 @@
 """Train any causal language model of transformers: `HFModel`, with packed rows and published weight names."""
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from typing import Any, Literal, cast
@@ -16,6 +16,8 @@ from atomrl.models.attention import Stream, attend, make_stream, packs_rows
 from atomrl.models.kernels import are_plain
 from atomrl.models.offloading import Kept, get, put
 from atomrl.models.shapes import text_config
+from atomrl.models.vision import Vision
+from atomrl.types import Image
 
 # --------------------------------------------------------------------------------------------------------------------
 # An `attention.Stream` through a transformers model: everything except attention processes it as one long row.
@@ -128,6 +130,8 @@ class HFModel(nn.Module):
         """The config key `model.pack_rows`."""
         self.sharing: Any = None
         """Process group for sequence parallelism; None: none."""
+        self.vision: Vision | None = None
+        """Computes pictures; None: rows have none."""
         self.streams = False
         """True if it can compute an `attention.Stream`; set by `check`."""
 
@@ -145,9 +149,16 @@ class HFModel(nn.Module):
             and packs_rows(self.pack_rows, self.head_weight.device.type, self.compute_dtype or self.head_weight.dtype)
         )
 
-    def forward_hidden(self, tokens: Tensor) -> Tensor:
-        """Compute hidden states [B, T, H] after the final norm, of right-padded tokens [B, T]."""
-        return self._hidden(tokens)
+    def forward_hidden(self, tokens: Tensor, images: Sequence[Sequence[Image]] = ()) -> Tensor:
+        """Compute hidden states [B, T, H] after the final norm, of right-padded tokens [B, T].
+
+        Args:
+            images: [B] pictures of each row; empty: no row has any.
+        """
+        if not images:
+            return self._hidden(tokens)
+        assert self.vision is not None, "a run with pictures sets it for each of its models"
+        return self._hidden(tokens, **self.vision.inputs(tokens, images))
 
     def stream_states(self, tokens: Tensor, stream: Stream) -> Tensor:
         """Compute the states of a stream after the final norm, at its `before` tokens: [B, T] -> [n, H]."""
@@ -159,7 +170,7 @@ class HFModel(nn.Module):
         row = tokens.flatten()[stream.source][None]
         return self._hidden(row, stream, position_ids=stream.positions[None])[0].index_select(0, stream.before)
 
-    def _hidden(self, tokens: Tensor, layout: Layout = "rows", **named: Tensor) -> Tensor:
+    def _hidden(self, tokens: Tensor, layout: Layout = "rows", **named: Any) -> Tensor:
         if self.streams:
             named["attention_mask"] = torch.ones_like(tokens)
         with self._rounding.saving_masters() if self._rounding else nullcontext(), streaming(layout):
