@@ -391,6 +391,12 @@ class DataConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_pixels(self) -> Self:
+        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
+            raise ValueError(f"min_pixels={self.min_pixels} is more than max_pixels={self.max_pixels}")
+        return self
+
+    @model_validator(mode="after")
     def _check_template_variables(self) -> Self:
         for name in self.chat_template_kwargs.keys() & {*SET_HERE}:
             raise ValueError(f"chat_template_kwargs: {name!r} is set by AtomRL; remove it")

@@ -86,9 +86,10 @@ def opened(content: bytes) -> Any:
     module = pillow()
     if not content:
         raise DataError("the picture is empty (0 bytes)")
-    formats = f"; formats that are read: {', '.join(sorted({*SUFFIXES} - {'MPO'}))}"
-    with reraise_as(DataError, "not a picture that can be read" + formats, Exception):
-        picture = module.open(io.BytesIO(content), formats=list(SUFFIXES))
+    formats = sorted({*SUFFIXES} - {"MPO"})  # that of many phones is found as a JPEG
+    with reraise_as(DataError, f"not a picture that can be read (formats: {', '.join(formats)})", Exception):
+        module.init()
+        picture = module.open(io.BytesIO(content), formats=formats)
     width, height = picture.size
     if width * height > MOST_PIXELS:
         raise DataError(f"the picture has {width} x {height} pixels, more than {MOST_PIXELS:,}; make it smaller")
@@ -202,10 +203,10 @@ class ImageStore:
         name = f"{digest}.{SUFFIXES[picture.format]}"
         self._sources[source] = name
         if name not in self._images:
-            turned = picture.getexif().get(0x0112, 1) > 4
-            width, height = reversed(picture.size) if turned else picture.size
             if not (self.folder / name).is_file():  # else an earlier attempt of the run has decoded it
                 decoded(content)
+            turned = picture.getexif().get(0x0112, 1) > 4
+            width, height = reversed(picture.size) if turned else picture.size
             image = Image(name=name, height=height, width=width, source=source, folder=str(self.folder.absolute()))
             if self.reader is not None:
                 self.reader.tokens(image)
@@ -388,11 +389,12 @@ class ImageReader:
             return self._patches[image.name]
         with reraise_as(DataError, f"picture {self.folder / image.name} ({image.source})", OSError):
             content = (self.folder / image.name).read_bytes()
-        made = self.processor(images=[decoded(content)], return_tensors="pt")
-        patches, grid = made["pixel_values"], made["image_grid_thw"][0]
+        with torch.inference_mode(False):  # an engine may read them before the trainer does
+            made = self.processor(images=[decoded(content)], return_tensors="pt")
+            patches, grid = torch.as_tensor(made["pixel_values"]), torch.as_tensor(made["image_grid_thw"][0])
         if len(patches) != self.patches(image):
             raise DataError(f"picture {image.name}: {len(patches)} patches, but its prompt was made for another number")
-        self._patches[image.name] = torch.as_tensor(patches), torch.as_tensor(grid)
+        self._patches[image.name] = patches, grid
         while sum(kept.nbytes for kept, _ in self._patches.values()) > PATCH_BYTES and len(self._patches) > 1:
             self._patches.popitem(last=False)
         return self._patches[image.name]
