@@ -22,7 +22,7 @@ from atomrl.engines.requests import (
 from atomrl.engines.sampling import sample
 from atomrl.models.loading import base_path, load_transformers
 from atomrl.models.shapes import text_config
-from atomrl.models.transformers_model import published_weights
+from atomrl.models.transformers_model import published_names, published_weights
 from atomrl.models.vision import Patches, Vision, media_tokens
 from atomrl.protocols import Adapter, WeightHash, WeightUpdate
 from atomrl.types import FinishReason, SamplingParams
@@ -58,6 +58,7 @@ class HFEngine(RequestEngine):
         super().__init__(tokenizer, getattr(text_config(model.config), "max_position_embeddings", 2**31))
         self.model, self.eos, self.max_concurrent_completions = model, eos, max_concurrent_completions
         self.adapters: dict[str, Adapter] = {}
+        self._own_names = {published: own for own, published in published_names(model).items()}
         self.vision = None if images is None else Vision(model, images)
         head = model.get_output_embeddings()
         if head.weight.dtype.itemsize < 4:
@@ -103,7 +104,8 @@ class HFEngine(RequestEngine):
 
     def _layer(self, name: str) -> Any:
         """Return the layer that has a weight."""
-        return self.model.get_submodule(name.removesuffix(".weight"))
+        own = self._own_names.get(name, name)
+        return self.model.get_submodule(own.removesuffix(".weight"))
 
     def weight_hashes(self) -> list[WeightHash]:
         """Hashes of the model's parameters and of the adapters."""

@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from atomrl.atoms.logprobs import head_logits
 from atomrl.common.errors import reraise_as
@@ -308,6 +309,10 @@ class _Rounding:
                 if type(module) is nn.Embedding:  # round the rows that are looked up, not the full table
                     module.register_forward_hook(lambda module, inputs, output: output.to(dtype))
                     continue
+                if isinstance(
+                    module, _ConvNd
+                ):  # a tower casts to its dtype, which is float32 outside
+                    module.register_forward_pre_hook(lambda module, inputs: (inputs[0].to(dtype),))
                 own = [name for name, weight in module._parameters.items() if weight is not None]
                 slots += [(module, name) for name in own if f"{names[id(module)]}.{name}" not in unrounded]
             if slots:
@@ -384,3 +389,14 @@ def published_weights(inner: Any, weights: Iterable[tuple[str, Tensor]] | None =
     if any(_place(tensor)[0] not in storages for tensor in reverted.values()):
         return state
     return {name: tensor.as_subclass(Tensor) for name, tensor in reverted.items()}
+
+
+def published_names(inner: Any) -> dict[str, str]:
+    """Return the published name of each weight that is not a part or a sum of others, by transformers' name.
+
+    Layers beneath adapters have the names that they have without them.
+    """
+    state = {name.replace(".base_layer.", "."): weight for name, weight in inner.state_dict().items()}
+    state = {name: weight for name, weight in state.items() if ".lora_" not in name}
+    by_place = {_place(weight): name for name, weight in published_weights(inner, state.items()).items()}
+    return {name: by_place.get(_place(weight), name) for name, weight in state.items()}

@@ -304,7 +304,7 @@ def image_reader(config: RunConfig, path: str) -> ImageReader | None:
 
 def images_folder(config: RunConfig) -> Path:
     """Return the folder of a run's pictures."""
-    return config.run_dir.absolute() / "images"
+    return config.run_dir.absolute() / "inputs" / "images"
 
 
 def image_store(config: RunConfig, reader: ImageReader | None) -> ImageStore | None:

@@ -54,7 +54,7 @@ class Case:
         return replace(item, reward=float(item.index))
 
     def backend(self, *, model=None, **train):
-        model = ModelConfig(path=str(self.path), dtype="float32", device="cpu", **(model or {}))
+        model = ModelConfig(**({"path": str(self.path), "dtype": "float32", "device": "cpu"} | (model or {})))
         train = TrainConfig(steps=1, **({"learning_rate": 0.01} | train))
         return LocalBackend(model, train, GRPO, total_updates=1, images=self.reader)
 
