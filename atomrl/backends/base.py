@@ -714,6 +714,15 @@ class BaseBackend(ABC):
         progress()
         return select_rows(rows, index) if len(index) else zero_weight_row(rows)
 
+    def _costs(self, rows: RowBatch) -> Tensor:
+        """Return [B] what each row counts in the budget of a micro-batch: its tokens; with a trained vision tower,
+        whose activations are kept, also its patches."""
+        vision = getattr(self.policy.model, "vision", None)
+        if rows.images is None or vision is None or not vision.trained:
+            return rows.lengths
+        patches = [sum(vision.read.patches(image) for image in row) for row in rows.images.rows]
+        return rows.lengths + torch.tensor(patches)
+
     def _in_micro_batches(
         self, rows: RowBatch, unit: RowUnit, compute: Callable[[list[Tensor]], Result], gradient: bool = True
     ) -> Result:
@@ -733,8 +742,8 @@ class BaseBackend(ABC):
             if units is None and self.policy.model.shares_prompts:
                 # Keep the rows of a group together, so that their prompt is computed once.
                 rows_per_piece = min(max_rows or rows.rows, -(-rows.rows // replicas))
-                units = group_pieces(rows.lengths, rows.group_ids, tokens, rows_per_piece)
-            split = micro_batches(rows.lengths, units, tokens, max_rows, replicas)
+                units = group_pieces(self._costs(rows), rows.group_ids, tokens, rows_per_piece)
+            split = micro_batches(self._costs(rows), units, tokens, max_rows, replicas)
             mine = split[replica::replicas]
             mine += [torch.tensor([], dtype=torch.long)] * (self.collective.max(len(mine)) - len(mine))
             # `round_once` lets micro-batches share one rounded copy of the weights.

@@ -124,6 +124,13 @@ class ImageStore:
         """Number of distinct pictures."""
         return len(self._images)
 
+    def describe(self) -> list[str]:
+        """Describe the pictures, for a dry run; empty without any."""
+        if not self._images or self.reader is None:
+            return []
+        sizes = [self.reader.tokens(image) for image in self._images.values()]
+        return [f"pictures: {len(sizes)} distinct, of {min(sizes)} to {max(sizes)} tokens; their rows are padded"]
+
     def row(self, raw: RawRow) -> dict[str, Any]:
         """Return a row with its pictures as a tuple in the column `images`, and `<image>` for each in its messages.
 

@@ -309,9 +309,7 @@ class _Rounding:
                 if type(module) is nn.Embedding:  # round the rows that are looked up, not the full table
                     module.register_forward_hook(lambda module, inputs, output: output.to(dtype))
                     continue
-                if isinstance(
-                    module, _ConvNd
-                ):  # a tower casts to its dtype, which is float32 outside
+                if isinstance(module, _ConvNd):  # a tower casts to its dtype, which is float32 outside
                     module.register_forward_pre_hook(lambda module, inputs: (inputs[0].to(dtype),))
                 own = [name for name, weight in module._parameters.items() if weight is not None]
                 slots += [(module, name) for name in own if f"{names[id(module)]}.{name}" not in unrounded]

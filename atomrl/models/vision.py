@@ -11,8 +11,7 @@ import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,8 +25,16 @@ LEAST = "5.19"
 """Version of transformers from which models take features that were computed before (`mm_encoder_outputs`)."""
 FEATURE_BYTES = 1 << 30
 """Bytes of features that a frozen tower keeps, in the CPU's memory."""
-Patches = Callable[[Image], tuple[Tensor, Tensor]]
-"""Picture -> its patches [P, D] and its grid [3] (`data.images.ImageReader`)."""
+
+
+class Patches(Protocol):
+    """Reads pictures as patches (`data.images.ImageReader`)."""
+
+    def __call__(self, image: Image) -> tuple[Tensor, Tensor]:
+        """Return the patches [P, D] of a picture, and its grid [3]."""
+
+    def patches(self, image: Image) -> int:
+        """Return the number of patches of a picture."""
 
 
 def why_no_images(config: Any, path: object) -> str | None:
@@ -51,10 +58,11 @@ def media_tokens(config: Any) -> tuple[int, ...]:
 
 
 class Vision:
-    """Computes the features of pictures, each picture by itself, so that they depend on no other one of a batch.
+    """Computes the features of pictures.
 
-    A frozen tower computes each picture once and keeps its features, up to `FEATURE_BYTES`. A trained one computes each
-    distinct picture of a micro-batch once.
+    A frozen tower computes each picture once, by itself, and keeps its features, up to `FEATURE_BYTES`: so they depend
+    neither on other pictures nor on what was computed before. A trained one computes the distinct pictures of a
+    micro-batch together.
 
     Args:
         inner: a transformers model of one of `FAMILIES`.
@@ -97,10 +105,13 @@ class Vision:
         flat = [image for row in images for image in row]
         if not flat:
             return {}
+        distinct = {image.name: image for image in flat}
         found: dict[str, tuple[Any, Tensor]] = {}
-        for image in flat:
-            if image.name not in found:
-                found[image.name] = self._features(image, tokens.device)
+        if self.trained and torch.is_grad_enabled():
+            found = dict(zip(distinct, self._computed([*distinct.values()], tokens.device), strict=True))
+        else:
+            with torch.no_grad():
+                found = {name: self._frozen(image, tokens.device) for name, image in distinct.items()}
         sizes = {name: len(features.pooler_output[0]) for name, (features, _) in found.items()}
         places = tokens == self.image_token
         for number, (has, row) in enumerate(zip(places.sum(1).tolist(), images, strict=True)):
@@ -112,24 +123,26 @@ class Vision:
             "mm_token_type_ids": places.int(),
         }
 
-    def _features(self, image: Image, device: torch.device) -> tuple[Any, Tensor]:
-        """Return the features of a picture, and its grid, on a device."""
-        frozen = not self.trained or not torch.is_grad_enabled()
-        if image.name in self._kept and not self.trained:
+    def _frozen(self, image: Image, device: torch.device) -> tuple[Any, Tensor]:
+        """Return the features of a picture and its grid, from what is kept if possible."""
+        if image.name in self._kept:
             self._kept.move_to_end(image.name)
             features, grid = self._kept[image.name]
             return _map(features, lambda tensor: tensor.to(device)), grid.to(device)
-        patches, grid = self.read(image)
-        grid = grid.to(device)
-        self.computed += 1
-        with torch.no_grad() if frozen else nullcontext():
-            features = self.inner.base_model.get_image_features(
-                patches.to(device, self.dtype), grid[None], return_dict=True
-            )
-        features = _map(features, lambda tensor: tensor)
+        [(features, grid)] = self._computed([image], device)
         if not self.trained:
             self._keep(image.name, features, grid)
         return features, grid
+
+    def _computed(self, images: Sequence[Image], device: torch.device) -> list[tuple[Any, Tensor]]:
+        """Compute the features of pictures in one pass; return those of each picture, and its grid."""
+        self.computed += len(images)
+        read = [self.read(image) for image in images]
+        patches, grids = torch.cat([each for each, _ in read]), torch.stack([grid for _, grid in read])
+        features = self.inner.base_model.get_image_features(
+            patches.to(device, self.dtype), grids.to(device), return_dict=True
+        )
+        return [(_part(features, number), grid.to(device)) for number, (_, grid) in enumerate(read)]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -145,13 +158,22 @@ class Vision:
             self._bytes -= _size(dropped)
 
 
+def _part(features: Any, number: int) -> Any:
+    """Return the features of one picture of several, as far as the language model reads them."""
+    part = copy.copy(features)
+    for name in ("last_hidden_state", "hidden_states", "attentions"):
+        if getattr(part, name, None) is not None:
+            setattr(part, name, None)
+    part.pooler_output = (features.pooler_output[number],)
+    if getattr(features, "deepstack_features", None) is not None:
+        part.deepstack_features = [(layer[number],) for layer in features.deepstack_features]
+    return part
+
+
 def _map(features: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return features with `change` applied to what the language model reads, and without the rest."""
+    """Return the features of a picture with `change` applied to their tensors."""
     made = copy.copy(features)
     made.pooler_output = tuple(change(part) for part in features.pooler_output)
-    for name in ("last_hidden_state", "hidden_states", "attentions"):
-        if getattr(made, name, None) is not None:
-            setattr(made, name, None)
     if getattr(features, "deepstack_features", None) is not None:
         made.deepstack_features = [tuple(change(part) for part in layer) for layer in features.deepstack_features]
     return made

@@ -202,6 +202,9 @@ class PreparedRun(ABC):
             directory.write_functions(self.function_sources)
             if self.images is not None:
                 self.images.write()
+                for line in self.images.describe():
+                    log.info(line)
+                    directory.log_file.note(line)
             stack.enter_context(adaptive_threads(self.ranks == 1 and device_name(config.model.device) == "cpu"))
 
             newest = directory.checkpoint_folder(directory.first_step - 1) if directory.first_step > 1 else None

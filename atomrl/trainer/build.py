@@ -50,7 +50,7 @@ from atomrl.models.vision import why_no_images
 from atomrl.objectives import PolicyObjective, PreferenceObjective
 from atomrl.objectives.token_weights import TokenTIS
 from atomrl.protocols import Algorithm, FrozenBase, RolloutEngine, TrainingBackend
-from atomrl.tracking.run_directory import FRESH_MODEL, RunDirectory, is_begun
+from atomrl.tracking.run_directory import FRESH_MODEL, IMAGES, RunDirectory, is_begun
 from atomrl.types import SAMPLING_KEYS, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -304,7 +304,7 @@ def image_reader(config: RunConfig, path: str) -> ImageReader | None:
 
 def images_folder(config: RunConfig) -> Path:
     """Return the folder of a run's pictures."""
-    return config.run_dir.absolute() / "inputs" / "images"
+    return config.run_dir.absolute() / IMAGES
 
 
 def image_store(config: RunConfig, reader: ImageReader | None) -> ImageStore | None:

@@ -145,7 +145,8 @@ class CompletionRun(OfflineRun):
 
     def describe_data(self) -> Sequence[str]:
         held_out = len(self.held_out.problems) if self.held_out else 0
-        return [f"{len(self.train.problems)} {self.items} to train on, {held_out} held out"]
+        pictures = self.images.describe() if self.images is not None else []
+        return [f"{len(self.train.problems)} {self.items} to train on, {held_out} held out", *pictures]
 
     def describe_batch(self) -> Sequence[str]:
         rows, steps, items = self.config.items_per_step, self.config.train.steps, len(self.train.problems)

@@ -282,7 +282,8 @@ class RLRun(PreparedRun):
     def describe_data(self) -> Sequence[str]:
         lengths = self._held_out_lengths
         held_out = describe_problems("eval", self.held_out, lengths) if self.held_out else ["eval: none"]
-        return [*describe_problems("train", self.stream.problems, self._lengths), *held_out]
+        pictures = self.images.describe() if self.images is not None else []
+        return [*describe_problems("train", self.stream.problems, self._lengths), *held_out, *pictures]
 
     def describe_batch(self) -> Sequence[str]:
         """Describe prompts x completions -> rows -> optimizer steps -> micro-batches, passes, engine."""

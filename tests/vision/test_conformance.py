@@ -15,7 +15,7 @@ from atomrl.data.problems import DataProcessor, problem_reader, to_problems
 from atomrl.data.rows import to_rows, to_training_batches, with_advantages
 from atomrl.engines.hf import HFEngine
 from atomrl.engines.requests import EngineOptions, generate
-from atomrl.models.loading import load_tokenizer, model_config_only
+from atomrl.models.loading import load_policy, load_tokenizer, model_config_only
 from atomrl.models.vision import Vision
 from atomrl.types import SamplingParams
 from tests.tiny_vision import FAMILIES, IMAGE, SPECIAL, make_tiny_vision_model, picture
@@ -55,7 +55,7 @@ class Case:
 
     def backend(self, *, model=None, **train):
         model = ModelConfig(**({"path": str(self.path), "dtype": "float32", "device": "cpu"} | (model or {})))
-        train = TrainConfig(steps=1, **({"learning_rate": 0.01} | train))
+        train = TrainConfig(**({"steps": 1, "learning_rate": 0.01} | train))
         return LocalBackend(model, train, GRPO, total_updates=1, images=self.reader)
 
     def difference(self, rows=None, **train):
@@ -182,3 +182,16 @@ def test_tokens_of_pictures_are_never_sampled(tmp_path):
         drawn = generate(case.engine, case.prompts, SamplingParams(max_completion_tokens=8, **extra))
         written = [token for item in drawn for token in item.token_ids[item.prompt_tokens :]]
         assert written and not {*written} & {SPECIAL.index(name) for name in SPECIAL[2:]}
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
+def test_float32_weights_compute_as_a_model_in_bfloat16(case, frozen):
+    states = []
+    for trainable in (True, False):
+        policy = load_policy(case.path, dtype=torch.bfloat16, trainable=trainable, freeze_vision=frozen)
+        policy.vision = Vision(policy.inner, case.reader)
+        states.append(policy.forward_hidden(case.rows.tokens, case.rows.images.rows))
+    states[0].float().square().mean().backward()
+    first, second = states
+    assert first.dtype == torch.bfloat16
+    assert torch.equal(first, second) or (not frozen and torch.allclose(first, second, atol=0.1))
