@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from atomrl.algorithms.reward_model import RewardModelObjective
@@ -44,6 +45,7 @@ from atomrl.trainer.checks import (
     check_environment,
     check_group_size,
     check_held_out,
+    check_images,
     check_outcome,
     check_pool,
     check_row_limit,
@@ -214,7 +216,9 @@ class RLRun(PreparedRun):
         config = with_tools(config, self.tokenizer)
         check_environment(config, self.tokenizer)
         check_outcome(config)
-        self.processor = build.processor(config, self.tokenizer, build.prompt_limit(config, path))
+        reader = build.image_reader(config, path)
+        self.images = build.image_store(config, reader)
+        self.processor = build.processor(config, self.tokenizer, build.prompt_limit(config, path), reader)
 
         # Problems, and whether rewards and environment have the columns that they need.
         self._measured: dict[Path, tuple[str, Sequence[int]]] = {}
@@ -225,8 +229,11 @@ class RLRun(PreparedRun):
         check_held_out(config, problems, self.held_out)
         self.rewards.check_sources(chain(problems, self.held_out))
         check_columns(config, problems, self.held_out)
+        check_images(config, self.images, self.algorithm, path)
         if config.environment is None:
-            self.rewards.try_functions(problems[0])
+            with TemporaryDirectory() as folder:  # the run's own is not written yet
+                first = problems[0] if self.images is None else self.images.in_folder(problems[0], folder)
+                self.rewards.try_functions(first)
 
         # The number of steps may depend on the number of problems, and the checks of sizes on the steps.
         self.config = build.with_steps(config, len(problems))
@@ -238,7 +245,7 @@ class RLRun(PreparedRun):
 
     def _load(self, config: RunConfig, split: Literal["train", "eval"]) -> tuple[Sequence[Problem], Sequence[int]]:
         """Return the problems of a split whose prompts are short enough, and the numbers of tokens of these."""
-        report = load_problems(config.data, split, config.seed)
+        report = load_problems(config.data, split, config.seed, images=self.images)
         file = config.run_dir / f"prompt_lengths.{split}"
         versions = [version(name) for name in ("transformers", "tokenizers")]
         key = repr([report.problems.digest, tokenizer_identity(self.tokenizer), self.processor.settings, *versions])
@@ -275,7 +282,8 @@ class RLRun(PreparedRun):
     def describe_data(self) -> Sequence[str]:
         lengths = self._held_out_lengths
         held_out = describe_problems("eval", self.held_out, lengths) if self.held_out else ["eval: none"]
-        return [*describe_problems("train", self.stream.problems, self._lengths), *held_out]
+        pictures = self.images.describe() if self.images is not None else []
+        return [*describe_problems("train", self.stream.problems, self._lengths), *held_out, *pictures]
 
     def describe_batch(self) -> Sequence[str]:
         """Describe prompts x completions -> rows -> optimizer steps -> micro-batches, passes, engine."""
@@ -301,7 +309,7 @@ class RLRun(PreparedRun):
             for line in lines:
                 self._note(line)
             base = self.trainer.frozen_base()
-            engine = build.build_engine(engine_config, self.path, self.tokenizer, self.cluster, base)
+            engine = build.build_engine(engine_config, self.path, self.tokenizer, self.cluster, base, self.image_reader)
             stack.callback(engine.close)
             if config.model.lora is not None:
                 self._note(base_line(config, self.path, base))
@@ -490,7 +498,9 @@ def fill(run: RLRun, groups: int | None = None, report: Callable[[str], None] = 
         stack.callback(pool.close)
         pool.check_identity(run.pool_identity)
         cluster = open_cluster(config, run.algorithm, stack, producer=True)
-        engine = build.build_engine(config, run.path, run.tokenizer, cluster)
+        if run.images is not None:
+            run.images.write()
+        engine = build.build_engine(config, run.path, run.tokenizer, cluster, images=run.image_reader)
         stack.callback(engine.close)
         source = EngineSource(**run.drawing(engine))
         follower = WeightFollower(engine, PublishedWeights(config.run_dir))
