@@ -242,7 +242,6 @@ class PreparedRun(ABC):
         progress = self.progress
         before = progress.evaluations.get("0", {})
         after = progress.evaluations.get(str(progress.step), {}) if progress.step else {}
-        graded = progress.graded  # known only after the first evaluation, if that had nothing but zeros
         summary = {
             "run": str(directory.path),
             "finished": done,
@@ -250,7 +249,7 @@ class PreparedRun(ABC):
             "updates": progress.updates,
             "seed": self.config.seed,
             "wall_s": round(seconds, 2),
-            **{f"{name}_before": value for name, value in before.items() if not (graded and name == "accuracy")},
+            **{f"{name}_before": value for name, value in before.items()},
             **{f"{name}_after": value for name, value in after.items()},
             **self.totals(),
             "model": str(directory.path / "model") if progress.step else None,
@@ -264,6 +263,10 @@ class PreparedRun(ABC):
         return summary
 
 
+DROPPED = ("graded",)
+"""Fields of earlier versions that say nothing to this one."""
+
+
 def read_progress(stored: Mapping[str, Any], folder: Path | None) -> Progress:
     """Return the progress stored in a checkpoint. A field that an older version did not write has its default.
 
@@ -271,7 +274,7 @@ def read_progress(stored: Mapping[str, Any], folder: Path | None) -> Progress:
         ConfigError: it has a field that this version does not know.
     """
     try:
-        return Progress(**stored)
+        return Progress(**{name: value for name, value in stored.items() if name not in DROPPED})
     except TypeError as error:
         raise ConfigError(
             f"{folder}/{STATE} is of another version of AtomRL, which this one does not know ({error}). Update AtomRL "
