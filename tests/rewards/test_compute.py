@@ -603,7 +603,7 @@ def has_solution(completions, solution, **columns):
     return [max(float(text == each) for each in solution) for text in completions]
 
 
-def verl_score(data_source, solution_str, ground_truth, extra_info=None):
+def contains_truth(data_source, solution_str, ground_truth, extra_info=None):
     return float(ground_truth in solution_str)
 
 
@@ -624,7 +624,7 @@ class Graded:
         ({"functions": ["environment"]}, True),
         ({"functions": ["has_truth"]}, True),
         ({"functions": ["has_solution"]}, True),
-        ({"functions": ["verl_score"]}, True),
+        ({"functions": ["contains_truth"]}, True),
         ({"functions": [f"{__name__}.Graded"]}, True),
         ({"functions": ["of_length"]}, False),
         ({"functions": ["strict_format", "gsm8k"]}, False),
@@ -635,7 +635,7 @@ class Graded:
 )
 def test_what_grades_answers_is_decided_before_any_value_is_seen(reward, says_right):
     own = {
-        "has_truth": has_truth, "has_solution": has_solution, "verl_score": verl_score,
+        "has_truth": has_truth, "has_solution": has_solution, "contains_truth": contains_truth,
         "of_length": of_length, "length": of_length, "lambda": lambda completions, **columns: [1.0] * len(completions),
     }  # fmt: skip
     assert compute.build_rewards(RewardConfig(**reward), own).says_right is says_right
