@@ -227,8 +227,9 @@ def subscripts(function: Callable[..., Any], mapping: str) -> list[str]:
 
 
 def names_in(function: Callable[..., Any]) -> set[str]:
-    """Return the names of variables and attributes that a function uses, and its text constants, with those of the
-    functions defined in it; for a class those of its `__call__`. Nothing is executed. Empty for functions in C.
+    """Return the names of variables and attributes that a function uses, and its text constants that could be names,
+    with those of the functions defined in it; for a class those of its `__call__`. Nothing is executed. Empty for
+    functions in C.
 
     Example:
         >>> sorted(names_in(lambda text, truth, **columns: text == columns["answer"]))
@@ -244,4 +245,4 @@ def _names_in(code: CodeType) -> set[str]:
     used = [step.argval for step in dis.get_instructions(code)]
     names = {name for value in used for name in (value if isinstance(value, tuple) else (value,))}
     inner = [value for value in code.co_consts if isinstance(value, CodeType)]
-    return {name for name in names if isinstance(name, str)}.union(*map(_names_in, inner))
+    return {name for name in names if isinstance(name, str) and name.isidentifier()}.union(*map(_names_in, inner))
