@@ -254,7 +254,6 @@ class PreparedRun(ABC):
         progress = self.progress
         before = progress.evaluations.get("0", {})
         after = progress.evaluations.get(str(progress.step), {}) if progress.step else {}
-        graded = progress.graded  # known only after the first evaluation, if that had nothing but zeros
         summary = {
             "run": str(directory.path),
             "finished": done,
@@ -262,7 +261,7 @@ class PreparedRun(ABC):
             "updates": progress.updates,
             "seed": self.config.seed,
             "wall_s": round(seconds, 2),
-            **{f"{name}_before": value for name, value in before.items() if not (graded and name == "accuracy")},
+            **{f"{name}_before": value for name, value in before.items()},
             **{f"{name}_after": value for name, value in after.items()},
             **self.totals(),
             "model": str(directory.path / "model") if progress.step else None,

@@ -29,9 +29,8 @@ from atomrl.models.loading import compute_dtype, model_config_only, resolve_fold
 from atomrl.models.memory import count_parameters
 from atomrl.objectives.base import not_none
 from atomrl.protocols import Algorithm, FrozenBase, RewardFunction, RolloutEngine, TrainingBackend, WeightTransfer
-from atomrl.rewards.compute import build_rewards, first_values, move_models
+from atomrl.rewards.compute import build_rewards, move_models
 from atomrl.rewards.errors import RewardError
-from atomrl.rewards.table import says_right
 from atomrl.tracking.checkpoints import tokenizer_identity
 from atomrl.tracking.recorder import Recorder
 from atomrl.trainer import build
@@ -86,6 +85,8 @@ class RolloutTraining:
     """The engine, if it shares a GPU with the trainer: it sleeps during updates to free memory."""
     totals: Callable[[], dict[str, float]] = dict
     """Called after rewards were computed; returns the run's totals (requests, cost) as metrics."""
+    says_right: bool = True
+    """Whether the first reward grades answers as right or wrong (`Rewards.says_right`)."""
     accepted: Groups = field(default_factory=list)
     refused: Groups = field(default_factory=list)
 
@@ -151,10 +152,7 @@ class RolloutTraining:
             self.record.log_tokens(step, recorded, tokens.state)
         stops = {*stop_tokens(self.processor.tokenizer), *self.config.rollout.stop_token_ids}
         with single_thread():
-            metrics = rollout_metrics(drawn, batch, stops)
-        self.progress.graded |= not says_right(first_values(drawn))
-        if self.progress.graded:
-            metrics.pop("train/accuracy", None)
+            metrics = rollout_metrics(drawn, batch, stops, self.says_right)
         if self.algorithm.keeps_group:
             groups = len(self.accepted) + len(self.refused)
             metrics["rollout/groups_drawn"] = float(groups)
@@ -354,6 +352,7 @@ class RLRun(PreparedRun):
             progress=progress,
             sleeper=engine if takes_turns(config) else None,
             totals=self.save_totals,
+            says_right=self.rewards.says_right,
         )
 
     def _note(self, line: str) -> None:
@@ -408,12 +407,11 @@ class RLRun(PreparedRun):
             with self.source.quiet():
                 result = evaluate(
                     not_none(self.engine), self.held_out, self.processor, self.rewards,
-                    build.eval_sampling(self.config), graded=self.progress.graded,
+                    build.eval_sampling(self.config), says_right=self.rewards.says_right,
                 )  # fmt: skip
         finally:
             self.save_totals()
         overall = result.overall
-        self.progress.graded |= math.isnan(overall["accuracy"].mean) and not math.isnan(overall["reward"].mean)
         names = ("accuracy", "reward", "format", "reasoning_tokens")
         known = {name: value for name in names if not math.isnan(value := overall[name].mean)}
         return Evaluation(result.metrics(), known, result.rows)
