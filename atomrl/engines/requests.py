@@ -197,7 +197,7 @@ class EngineOptions:
     server_weights: str = "files"
     """How weights are sent to servers: `files` or `collective`."""
     base: FrozenBase | None = None
-    """The trainer's frozen weights. An engine that can use them without a copy does so; others load their own."""
+    """The trainer's frozen weights, for engines with `shares_base`."""
 
 
 @dataclass(frozen=True)
@@ -301,6 +301,8 @@ class RequestEngine(RolloutEngine):
     """Supported values of `EngineOptions.server_weights`."""
     supports_lora: ClassVar[bool] = False
     """True if `update_weights` takes LoRA adapters (`WeightUpdate.adapters`); if not, `model.lora` is refused."""
+    shares_base: ClassVar[bool] = False
+    """True if the engine uses `EngineOptions.base` in place of base weights of its own."""
     health_path: ClassVar[str] = ""
     """Path of a server's health endpoint."""
     least_version: ClassVar[str | None] = None
