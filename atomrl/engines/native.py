@@ -193,7 +193,8 @@ class NativeEngine(RequestEngine):
         """
         super().sleep()
         self.batch.requeue()
-        self.batch.free()
+        self.batch.sleep()
+        self.model.scratch.free()
         if self.model.device.type == "cuda":  # else PyTorch's allocator keeps it for this process
             torch.cuda.empty_cache()
 

@@ -15,7 +15,7 @@ from atomrl.atoms.auxiliary_losses import DIVERGENCE_ELEMENTS
 from atomrl.atoms.logprobs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_GPU
 from atomrl.common.errors import did_you_mean
 from atomrl.config import ConfigError, Quantization, RunConfig
-from atomrl.engines.decoder import lora_columns
+from atomrl.engines.decoder import FUSED_ROWS, lora_columns
 from atomrl.models.attention import packs_rows
 from atomrl.models.gpt import unsupported
 from atomrl.models.loading import compute_dtype, model_config_only
@@ -155,6 +155,8 @@ PRODUCT_SHARE = 0.75
 """Share of the TFLOPS that large matrix products reach. Measured on one H200: 737 of 989 in updates, 2026-11-26."""
 BANDWIDTH_SHARE = 0.6
 """Share of the bandwidth that memory-bound kernels reach. Estimated; a plain copy reached 0.89 on the H200."""
+FUSED_SHARE = 0.5
+"""Share of these two rates that products with the codes of nf4 reach. Estimated: no GPU has run them."""
 PASS_BYTES, PASS_BYTES_COMPILED = 500, 200
 """Memory traffic of one pass, in bytes per token, layer and hidden unit, without matrix products. Counted
 (`benchmarks/layer_launches.py`: half of what forward and backward move); estimated for compiled layers."""
@@ -220,7 +222,12 @@ def _rollout_seconds(config: RunConfig, shape: Any, gpu: Gpu, compute: int) -> f
     rate, bandwidth = gpu.tflops * 1e12 * PRODUCT_SHARE, gpu.gb_s * 1e9 * BANDWIDTH_SHARE
     products = max(total * compute / bandwidth, 2 * total * batch / rate)
     if config.model.quantization and shares_base(config, shape, "cuda", compute):
-        products += _dequantized_bytes(config, shape, compute) / bandwidth
+        dequantized = _dequantized_bytes(config, shape, compute)
+        if config.model.quantization == "nf4" and batch <= FUSED_ROWS and compute < FLOAT32:
+            codes = dequantized - (total - ends(shape)) * compute + ends(shape) * compute
+            products = max(codes / bandwidth, 2 * total * batch / rate) / FUSED_SHARE
+        else:
+            products += dequantized / bandwidth
     traffic = batch * (mean_context * 2 * layers * keys * compute + LOGIT_BYTES * vocab)
     layer = engine.layer_s + (engine.adapted_layer_s if config.model.lora else 0)
     layer = layer if gpu.bfloat16 else max(layer, PLAIN_LAYER_S)
@@ -418,6 +425,8 @@ def _own_bytes(config: RunConfig, shape: Any, device: str, compute: int) -> int:
         sizes = list(zip(stacks, columns, strict=True))
         adapters = layers * compute * sum((outputs + inputs) * own for (outputs, inputs, _), own in sizes)
         scratch = compute * max(outputs * (inputs + own) for (outputs, inputs, _), own in sizes)
+        if device == "cpu" and model.quantization == "nf4":  # bitsandbytes writes a matrix of its own
+            scratch += compute * hidden * inner
     tied_head = ends(shape) * compute if device == "cpu" and is_tied(shape) else 0
     return adapters + tied_head + (scratch if model.quantization else 0)
 
