@@ -54,6 +54,7 @@ from atomrl.models.older_readers import make_readable
 from atomrl.models.reward_model import HFScalar, Reader, ScalarModel, load_scalar, save_scalar
 from atomrl.models.shapes import text_config
 from atomrl.models.transformers_model import HFModel
+from atomrl.models.vision import Patches, Vision
 from atomrl.protocols import (
     Algorithm,
     Distributions,
@@ -184,6 +185,7 @@ def load_role(
             text_config(model.config).pad_token_id = Reader(tokenizer, shape, path).pad_token_id(shape)
     else:
         quantization = config.quantization if trained else None
+        common["freeze_vision"] = config.freeze_vision
         model = load_policy(path, lora=config.lora if trained else None, quantization=quantization, **common)
     model.pack_rows = config.pack_rows
     if config.pack_rows and isinstance(model, HFModel) and not model.streams:
@@ -400,6 +402,7 @@ class BaseBackend(ABC):
         seed: seed of the adapters' initial weights and of dropout.
         roles: load only these models, because other back ends have the rest; None: load all.
         collective: collective operations of the ranks; None: a single process.
+        images: reads the patches of pictures; None: rows have none.
 
     Raises:
         ConfigError: a model does not exist, cannot be trained, or lacks a forward-mode derivative that the algorithm
@@ -421,6 +424,7 @@ class BaseBackend(ABC):
         seed: int = 0,
         roles: Collection[RoleName] | None = None,
         collective: Collective | None = None,
+        images: Patches | None = None,
     ) -> None:
         self.device, self.collective = torch.device(device), collective or Collective()
         check_launcher(self.collective.world)
@@ -453,6 +457,8 @@ class BaseBackend(ABC):
                     rate = critic.learning_rate if name == "critic" else train.learning_rate
                     optimizer = self.make_optimizer(name, loaded, rate, total_updates)
                 self.roles[name] = Role(loaded, optimizer)
+        for role in self.roles.values() if images else ():
+            role.model.vision = Vision(role.model.inner, images)
         self.trained = {name: role.optimizer for name, role in self.roles.items() if role.optimizer}
         self.policy = next(iter(self.roles.values()))
         """The policy or the reward model; in a back end with neither, its first model."""
@@ -663,7 +669,8 @@ class BaseBackend(ABC):
                 if "values" in wanted:
                     outputs["values"] = model.values(tokens, mask, micro.prompt_lengths)
                 if not outputs.keys() >= wanted:
-                    states, own = states_before(model, tokens, mask, micro.prompt_lengths)
+                    images = () if micro.images is None or not any(micro.images.rows) else micro.images.rows
+                    states, own = states_before(model, tokens, mask, micro.prompt_lengths, images)
                 if "logprobs" in wanted or "entropy" in wanted:
                     candidates = micro.rollout.candidates
                     lists = (None, None) if candidates is None else (candidates.ids, candidates.counts)
@@ -696,6 +703,15 @@ class BaseBackend(ABC):
         progress()
         return select_rows(rows, index) if len(index) else zero_weight_row(rows)
 
+    def _costs(self, rows: RowBatch) -> Tensor:
+        """Return [B] what each row counts in the budget of a micro-batch: its tokens; with a trained vision tower,
+        whose activations are kept, also its patches."""
+        vision = getattr(self.policy.model, "vision", None)
+        if rows.images is None or vision is None or not vision.trained:
+            return rows.lengths
+        patches = [sum(vision.read.patches(image) for image in row) for row in rows.images.rows]
+        return rows.lengths + torch.tensor(patches)
+
     def _in_micro_batches(
         self, rows: RowBatch, unit: RowUnit, compute: Callable[[list[Tensor]], Result], gradient: bool = True
     ) -> Result:
@@ -715,8 +731,8 @@ class BaseBackend(ABC):
             if units is None and self.policy.model.shares_prompts:
                 # Keep the rows of a group together, so that their prompt is computed once.
                 rows_per_piece = min(max_rows or rows.rows, -(-rows.rows // replicas))
-                units = group_pieces(rows.lengths, rows.group_ids, tokens, rows_per_piece)
-            split = micro_batches(rows.lengths, units, tokens, max_rows, replicas)
+                units = group_pieces(self._costs(rows), rows.group_ids, tokens, rows_per_piece)
+            split = micro_batches(self._costs(rows), units, tokens, max_rows, replicas)
             mine = split[replica::replicas]
             mine += [torch.tensor([], dtype=torch.long)] * (self.collective.max(len(mine)) - len(mine))
             # `round_once` lets micro-batches share one rounded copy of the weights.

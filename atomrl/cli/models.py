@@ -186,7 +186,10 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple
     config = within_context(config, min(max(lengths), processor.max_prompt_tokens) + len(prefix))
     engine = build_engine(config, model_path(config), tokenizer)
     try:
-        return evaluate(engine, report.problems, processor, rewards, eval_sampling(config), response_prefix), config
+        result = evaluate(
+            engine, report.problems, processor, rewards, eval_sampling(config), response_prefix, rewards.says_right
+        )
+        return result, config
     finally:
         engine.close()
         rewards.close()

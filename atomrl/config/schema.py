@@ -86,6 +86,8 @@ class ModelConfig(Section):
     quantization: Quantization | None = None
     """Quantize the frozen linear layers under the adapters to 4 bits (`nf4`) or 8 bits (`int8`), with bitsandbytes.
     null: keep them in `dtype` (docs/guides/reduce_memory.md)."""
+    freeze_vision: bool = True
+    """Leave the vision tower of a model as it is. false: train it with the rest; needs data with pictures."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
 
@@ -100,6 +102,12 @@ class ModelConfig(Section):
             raise ValueError("model.quantization: quantised weights cannot be trained; set model.lora too")
         if self.quantization and self.compile:
             raise ValueError("model.quantization: quantised layers are not compiled; remove compile")
+        return self
+
+    @model_validator(mode="after")
+    def _check_vision(self) -> Self:
+        if self.lora is not None and not self.freeze_vision:
+            raise ValueError("model.freeze_vision=false: adapters leave the vision tower as it is; remove it or lora")
         return self
 
 
@@ -382,6 +390,12 @@ class DataConfig(Section):
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the chat template, such as `{enable_thinking: false}` (Qwen 3), `{reasoning_effort: low}` (gpt-oss),
     `{date_string: 26 Jul 2024}` (Llama 3.2). A variable that the template does not read is an error."""
+    images_field: str | None = None
+    """Column with the pictures of a row, in the order of the `<image>` in its prompt. null: `images` or `image`."""
+    min_pixels: int | None = Field(None, ge=1)
+    """Pictures with fewer pixels are enlarged. null: the setting of the model's image processor."""
+    max_pixels: int | None = Field(None, ge=1)
+    """Pictures with more pixels are reduced, which saves tokens. null: the setting of the model's image processor."""
     max_prompt_tokens: int = Field(512, ge=1)
     """Maximum tokens of a prompt; `overlong_prompt` says what happens to longer ones."""
     overlong_prompt: Literal["drop", "truncate"] = "drop"
@@ -395,6 +409,12 @@ class DataConfig(Section):
     def _check_system_prompt(self) -> Self:
         if self.system_prompt is not None and self.system_prompt_file is not None:
             raise ValueError("give system_prompt or system_prompt_file, not both")
+        return self
+
+    @model_validator(mode="after")
+    def _check_pixels(self) -> Self:
+        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
+            raise ValueError(f"min_pixels={self.min_pixels} is more than max_pixels={self.max_pixels}")
         return self
 
     @model_validator(mode="after")
@@ -776,6 +796,10 @@ class SftConfig(Section):
     """Trained tokens of a row. `completions`: those of its completion, or of the assistant's messages. `conversations`:
     all of a row with `messages` or `conversations`, else those of the completion (TRL's default). `all`: all, with the
     prompt's. Of a row of text all are trained in any case."""
+    packing: Literal["bfd", "bfd_split", "wrapped"] | None = None
+    """Put demonstrations together to blocks of `train.max_row_tokens` tokens, as TRL; `train.rows_per_update` then
+    counts blocks. `bfd`: whole demonstrations, which do not see each other; `bfd_split`: what is cut off is a row of
+    its own; `wrapped`: end to end, cut anywhere."""
     gpt: GptConfig | None = None
     """Start from a new GPT of this shape, instead of `model.path`."""
 

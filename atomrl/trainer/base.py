@@ -19,6 +19,7 @@ from atomrl.common.processes import HangWatch, launched, phase, unmet_request
 from atomrl.common.threads import adaptive_threads
 from atomrl.config import RunConfig
 from atomrl.data.files import pinned
+from atomrl.data.images import ImageReader, ImageStore
 from atomrl.data.problems import DataProcessor, PromptStream
 from atomrl.models.loading import resolve_folder
 from atomrl.protocols import Algorithm, TrainingBackend
@@ -100,6 +101,8 @@ class PreparedRun(ABC):
     algorithm: Algorithm
     given: Mapping[str, Any] | None = None
     """The keys of the config as it was loaded."""
+    images: ImageStore | None = None
+    """Pictures of the data; None: the model reads text alone."""
     # Set by `execute`, before it calls `open`.
     start: str
     """Folder or hub name of the model that training starts from."""
@@ -146,6 +149,11 @@ class PreparedRun(ABC):
         """Source code of the user's functions, by their names in the config."""
         return {}
 
+    @property
+    def image_reader(self) -> ImageReader | None:
+        """Reader of the pictures; None: the data have none."""
+        return self.images.reader if self.images else None
+
     def totals(self) -> dict[str, float]:
         """Return what the run has spent besides time (requests, money), for the summary."""
         return {}
@@ -190,6 +198,11 @@ class PreparedRun(ABC):
             directory = folder.enter_context(RunDirectory.create(config, resume, allow_changes, self.identity))
             say(header[:1])
             directory.write_functions(self.function_sources)
+            if self.images is not None:
+                self.images.write()
+                for line in self.images.describe():
+                    log.info(line)
+                    directory.log_file.note(line)
             stack.enter_context(adaptive_threads(self.ranks == 1 and device_name(config.model.device) == "cpu"))
 
             newest = directory.checkpoint_folder(directory.first_step - 1) if directory.first_step > 1 else None
@@ -208,6 +221,7 @@ class PreparedRun(ABC):
                 cluster=self.cluster,
                 given=self.given,
                 tokenizer=self.tokenizer,
+                images=self.image_reader,
             )
             stack.callback(trainer.close)
             if newest:
@@ -240,7 +254,6 @@ class PreparedRun(ABC):
         progress = self.progress
         before = progress.evaluations.get("0", {})
         after = progress.evaluations.get(str(progress.step), {}) if progress.step else {}
-        graded = progress.graded  # known only after the first evaluation, if that had nothing but zeros
         summary = {
             "run": str(directory.path),
             "finished": done,
@@ -248,7 +261,7 @@ class PreparedRun(ABC):
             "updates": progress.updates,
             "seed": self.config.seed,
             "wall_s": round(seconds, 2),
-            **{f"{name}_before": value for name, value in before.items() if not (graded and name == "accuracy")},
+            **{f"{name}_before": value for name, value in before.items()},
             **{f"{name}_after": value for name, value in after.items()},
             **self.totals(),
             "model": str(directory.path / "model") if progress.step else None,

@@ -148,6 +148,13 @@ MORE_SICK += [
                          "by_group_frac_mixed": lambda step: 0.05 * (step % 2), "all_good": 0.97}),
 ]  # fmt: skip
 NEARLY = {
+    "parts of a point, none of them a whole one, and longer texts": {
+        **HACKED, "reward_strict_math_mean": lambda step: 0.2 + 0.01 * step, "train_accuracy": 0.0,
+        "response_length_mean": lambda step: 20.0 + step,
+    },
+    "parts of a point, high from the start": {
+        "critic_score_mean": 0.6, "reward_strict_math_mean": 0.6, "train_accuracy": 0.0
+    },
     "a weak model that repeats itself, and is not paid": {"repeated": 0.6, "repeated_paid": 0.0},
     "an echo that is not paid": {"echoed": 0.6, "echoed_paid": 0.0},
     "some answers are empty, and cost what wrong ones cost": {"empty": 0.4, "empty_paid": 0.0},
