@@ -112,7 +112,7 @@ def test_rewards_that_are_not_right_or_wrong_are_called_reward(run):
     assert (of_all["first"], of_all["last"], of_all["largest"]) == ([0, -1.5], [6, 2.0], [5, 2.5])
 
 
-def test_a_run_that_stands_still_is_told_apart(run, monkeypatch):
+def test_a_run_that_hangs_is_distinguished(run, monkeypatch):
     monkeypatch.setattr(catalog, "is_locked", lambda _: True)
     monkeypatch.setattr("atomrl.tracking.reading.run.is_locked", lambda _: True)
     entry = Catalog(run.parent).entry(catalog.id_of("run"))
