@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,7 +81,7 @@ def read_tree(path: str | Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, or (six sections) a key is wrong.
     """
-    folder = Path(path).resolve().parent
+    folder = Path(os.path.realpath(path)).parent  # `resolve` raises RuntimeError in a loop of links
     environment: Any = None
     with suppress(OSError, ValueError, RecursionError), open_file(folder / "env.json") as file:
         environment = json.load(file)

@@ -13,7 +13,7 @@ from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, Self
 
 from atomrl.common.errors import reraise_as
-from atomrl.common.secrets import without_secrets
+from atomrl.common.secrets import redacted, without_secrets
 from atomrl.config import ConfigError, RunConfig
 from atomrl.tracking.console import ProgressBar, describe_evaluation, prompt_text
 from atomrl.tracking.doctor import Doctor
@@ -165,22 +165,6 @@ class TrackioSink:
             self._run.finish()
 
 
-def redacted(value: Any) -> Any:
-    """Return a tree without the secrets in its texts, as trackers get it: their servers may belong to others.
-
-    Example:
-        >>> os.environ["JUDGE_API_KEY"] = "abcd-1234"
-        >>> redacted([{"completion": "the key is abcd-1234", "reward": 1.0}])
-        [{'completion': 'the key is [redacted]', 'reward': 1.0}]
-        >>> del os.environ["JUDGE_API_KEY"]
-    """
-    if isinstance(value, Mapping):
-        return {key: redacted(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [redacted(item) for item in value]
-    return without_secrets(value) if isinstance(value, str) else value
-
-
 def sample_cells(row: Mapping[str, Any]) -> list[Any]:
     """Return a completion as the cells of `TABLE_COLUMNS`: rewards and advantages are numbers, all else is text."""
     texts = [prompt_text(row["prompt"]), row["completion"], str(row["ground_truth"])]
@@ -307,7 +291,7 @@ class Recorder:
         self._completions = rows
         if self.tracking.save_rollouts:
             self.directory.write_rows(step, rows, "train")
-            samples = redacted(rows[:MAX_SAMPLES])
+            samples = [redacted({name: row[name] for name in TABLE_COLUMNS}) for row in rows[:MAX_SAMPLES]]
             self._send(step, lambda sink: sink.log_samples(samples, step))
         if every and rows and (step == 1 or step % every == 0):
             self.progress.show_completions(step, rows)
