@@ -577,6 +577,10 @@ def renamed(message: str, names: Mapping[str, str]) -> str:
     Example:
         >>> renamed("train.steps: must be positive; see train.steps_", {"train.steps": "max_steps"})
         'max_steps: must be positive; see train.steps_'
+        >>> renamed("seed: must be positive", {})
+        'seed: must be positive'
     """
+    if not names:
+        return message
     keys = "|".join(re.escape(key) for key in sorted(names, key=len, reverse=True))
     return re.sub(rf"(?<![\w.])(?:{keys})(?!\w)", lambda match: names[match.group()], message)
