@@ -203,6 +203,8 @@ FRESH_MODEL = "fresh_model"
 """Subfolder with a randomly initialized model that the run starts from."""
 PUBLISHED_WEIGHTS = "published"
 """Subfolder with the newest weights of a run that trains from a pool, for the processes that fill it."""
+IMAGES = "inputs/images"
+"""Folder of a run's pictures."""
 MAX_NAME = 200
 """Maximum length of a function's file name; file systems allow 255 bytes."""
 STARTED = {
@@ -531,9 +533,10 @@ def rollout_rows(
 ) -> list[dict[str, Any]]:
     """Return one JSON-ready dict per trajectory, the rows of `rollouts/`.
 
-    `reward` is the total, with the rewards of turns; `reward_parts` are those of the outcome. `policy_versions` are the
-    weight versions that sampled its tokens, `policy_version` the newest of them. With an environment there is an
-    `episode`: its turns (text, reply, reward, labels, seconds) and how it ended.
+    `images` are the paths of its pictures in the run's folder. `reward` is the total, with the rewards of turns;
+    `reward_parts` are those of the outcome. `policy_versions` are the weight versions that sampled its tokens,
+    `policy_version` the newest of them. With an environment there is an `episode`: its turns (text, reply, reward,
+    labels, seconds) and how it ended.
 
     Args:
         advantages: by index in `trajectories`; null for what was not trained on.
@@ -541,6 +544,7 @@ def rollout_rows(
     rows = []
     for index, item in enumerate(trajectories):
         written = [segment for segment in item.segments if segment.origin != "prompt"]
+        pictures = [f"{IMAGES}/{image.name}" for image in item.problem.images]
         versions = sorted({v for segment in written if (v := segment.policy_version) is not None})
         rows.append(
             {
@@ -561,6 +565,7 @@ def rollout_rows(
                 "finish_reason": item.finish_reason,
                 "policy_version": versions[-1] if versions else None,
                 "policy_versions": versions,
+                **({"images": pictures} if pictures else {}),
                 **({"opening": item.opening} if item.opening else {}),
                 **({} if item.baseline_reward is None else {"baseline_reward": _or_null(item.baseline_reward)}),
                 **({} if item.episode is None else {"episode": asdict(item.episode)}),
