@@ -191,17 +191,12 @@ def format_full(row: dict[str, Any]) -> str:
     if isinstance(prompt, list):
         prompt = "\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in prompt if isinstance(turn, dict))
     episode = row.get("episode")
-<<<<<<< HEAD
+    pictures = [f"picture: {name}" for name in images] if isinstance(images := row.get("images"), list) else []
     try:
         completion = row.get("completion") if episode is None else by_turn(episode, whole=True).plain
     except (AttributeError, KeyError, TypeError, ValueError):  # of another program or version
         completion = f"{episode}"
-    texts = [f"{prompt}", "->", f"{completion}", f"ground truth: {row.get('ground_truth')}"]
-=======
-    completion = row.get("completion") if episode is None else by_turn(episode, whole=True).plain
-    pictures = [f"picture: {name}" for name in row.get("images") or ()]
     texts = [f"{prompt}", *pictures, "->", f"{completion}", f"ground truth: {row.get('ground_truth')}"]
->>>>>>> main
     return printable("\n".join([head, *texts, ", ".join(f"{key} {value}" for key, value in numbers.items())]))
 
 
