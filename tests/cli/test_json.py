@@ -63,7 +63,10 @@ def test_a_run_is_exported_by_its_folder(folder, capsys):
     assert capsys.readouterr().out.strip() == "runs/first/exported"
     weights = (run / "model" / "model.safetensors").read_bytes()
     assert (run / "exported" / "model.safetensors").read_bytes() == weights
-    for command in (["eval", "runs/first"], ["generate", "runs/first", "--prompt", "1+1="]):
+    for command in (
+        ["eval", "runs/first", "--data", "eval.jsonl", "--max-tokens", "4"],
+        ["generate", "runs/first", "--prompt", "1+1="],
+    ):
         said = []
         for model in ([command[1]], [f"{command[1]}/model", "--config", f"{command[1]}/config.yaml"]):
             assert main([command[0], *model, *command[2:]]) == 0
