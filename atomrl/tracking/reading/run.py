@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -23,6 +22,7 @@ from atomrl.tracking.reading.lines import (
     flat_tree,
     is_locked,
     last_lock_owner,
+    loads,
     read_mapping,
 )
 from atomrl.tracking.reading.metrics import MetricTable, newest_held_out
@@ -449,7 +449,7 @@ def read_findings(path: Path) -> list[Finding]:
     findings = []
     for line in lines:
         try:
-            row = json.loads(line)
+            row = loads(line)
             fields = {name: row[name] for name in ("id", "severity", "step", "what", "advice")}
             fields["quote"] = row.get("quote", "")
         except (ValueError, KeyError, TypeError):
