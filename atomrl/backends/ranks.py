@@ -47,6 +47,7 @@ from atomrl.protocols import Algorithm, ModelInput, TrainingBackend, WeightUpdat
 from atomrl.weight_sync.channels import LOOPBACK, open_store
 
 Build = Callable[[Ranks, torch.device], TrainingBackend]
+CONTENTS = "contents of "
 EXIT_S, REPORT_S, POLL_S = 10.0, 1.0, 0.2
 """Seconds that a worker process gets to exit, that a failed collective gets to report a death before the watcher does,
 and between two looks of the watcher."""
@@ -404,10 +405,11 @@ def join_launched(device: str, timeout_s: float, given: Mapping[str, Any] | None
 
     Args:
         given: the config that this rank was started with, by dotted keys. The run is that of rank 0's, so another one
-            would be ignored. None: this rank has none, and is not compared.
+            would be ignored. With `CONTENTS` before a path: a hash of what is there, compared by the ranks that have
+            it. None: this rank has none, and is not compared.
 
     Raises:
-        ConfigError: on rank 0, if that of another rank differs.
+        ConfigError: on rank 0, if those of another rank differ.
     """
     started = launched()
     assert started is not None
@@ -432,10 +434,13 @@ def check_same_configs(configs: Any, world: int) -> None:
     """
     first, *others = (json.loads(configs.get(str(rank))) for rank in range(world))
     for rank, other in enumerate(others, 1):
-        different = [key for key in first | other if first.get(key) != other.get(key)] if other else []
+        if not other:
+            continue
+        keys = [key for key in first | other if not key.startswith(CONTENTS) or {key} <= first.keys() & other.keys()]
+        different = [key for key in keys if first.get(key) != other.get(key)]
         if different:
             lines = [f"{key}: {other.get(key)!r} on rank {rank}, {first.get(key)!r} on rank 0" for key in different]
-            raise ConfigError("the ranks were started with different configs: " + "; ".join(lines))
+            raise ConfigError("the ranks were started with different configs or files: " + "; ".join(lines))
 
 
 def follow_launcher(settings: RankedConfig, device: str, given: Mapping[str, Any] | None) -> None:

@@ -3,14 +3,17 @@
 No other module knows the concrete classes of engines and back ends: a new one is a line in `ENGINES` or `RANKED`.
 """
 
+import hashlib
 import json
 import logging
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -19,10 +22,12 @@ from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.algorithms.sft import PRETRAINING, SFT
 from atomrl.backends.base import LocalBackend, RoleName
 from atomrl.backends.group import Ranks
-from atomrl.backends.ranks import RankedKind, rank_count, start_actors, start_rank_actors, start_ranks
+from atomrl.backends.ranks import CONTENTS, RankedKind, rank_count, start_actors, start_rank_actors, start_ranks
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.common.chat_template import set_template
 from atomrl.common.errors import reraise_as
+from atomrl.common.files import model_identity
+from atomrl.common.processes import launched
 from atomrl.config import BackendConfig, ConfigError, ModelConfig, RolloutConfig, RunConfig
 from atomrl.data.problems import DataProcessor
 from atomrl.engines.episodes import EpisodeEngine
@@ -40,6 +45,7 @@ from atomrl.models.transformers_model import check_causal
 from atomrl.objectives import PolicyObjective, PreferenceObjective
 from atomrl.objectives.token_weights import TokenTIS
 from atomrl.protocols import Algorithm, FrozenBase, RolloutEngine, TrainingBackend
+from atomrl.tracking.reading.lines import flat_tree
 from atomrl.tracking.run_directory import FRESH_MODEL, RunDirectory, is_begun
 from atomrl.types import SAMPLING_KEYS, SamplingParams
 
@@ -317,6 +323,21 @@ def starting_model(config: RunConfig, tokenizer: Any, directory: RunDirectory) -
     return str(folder)
 
 
+def given_to_rank(config: RunConfig) -> dict[str, Any]:
+    """Return what the ranks of a launcher compare: the keys of the config and, under `contents of PATH`, a hash of each
+    data file and of the model, if they are on this machine."""
+    given, data = flat_tree(config.to_tree()), config.data
+    if launched() is None:
+        return given
+    files = [path for each in (data.train, data.eval) for path in ([each] if isinstance(each, str) else each or ())]
+    for path in filter(os.path.isfile, files):
+        with open(path, "rb") as file:
+            given[CONTENTS + path] = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    if config.model.path is not None and os.path.isdir(config.model.path):
+        given[CONTENTS + config.model.path] = model_identity(Path(config.model.path))[:16]
+    return given
+
+
 def build_trainer(
     config: RunConfig,
     algorithm: Algorithm,
@@ -337,7 +358,7 @@ def build_trainer(
         path: folder or hub name of the policy's initial weights.
         ranks: the group of ranks, of which this process is one; None: a section `backend` starts them.
         device: of this rank; None: `model.device`.
-        given: the keys of the config as it was loaded, which the ranks of a launcher compare.
+        given: of `given_to_rank`, for the config as it was loaded.
         options: further arguments of `BaseBackend`: `tokenizer`, and the roles to load.
     """
     # Start ranks or actors.
