@@ -17,6 +17,8 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from atomrl.common.errors import reraise_as
 from atomrl.tracking.reading.lines import ReadError, flat_tree, read_mapping
 from atomrl.tracking.reading.metrics import accuracies, newest_held_out
@@ -640,7 +642,9 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
         >>> smooth([0.0, 1.0, 2.0], 2)
         [0.0, 0.5, 1.5]
     """
-    return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - window + 1) : i + 1])]
+    sums = np.convolve(values, np.ones(window))[: len(values)]
+    means: list[float] = (sums / np.minimum(np.arange(1, len(values) + 1), window)).tolist()
+    return means
 
 
 def _draw_panel(axis: Any, title: str, lines: dict[str, Points], runs: Sequence[str]) -> None:
