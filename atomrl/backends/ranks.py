@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -413,6 +414,8 @@ def join_launched(device: str, timeout_s: float, given: Mapping[str, Any] | None
     """
     started = launched()
     assert started is not None
+    if started.rank:
+        _wait_for_store()
     store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=START_S)))
     configs = PrefixStore("config", store)
     configs.set(str(rank), json.dumps(given))
@@ -424,6 +427,22 @@ def join_launched(device: str, timeout_s: float, given: Mapping[str, Any] | None
             ranks.close()
             raise
     return ranks
+
+
+def _wait_for_store() -> None:
+    """Wait until the store of the launcher's ranks accepts connections. Torch itself would try four times as long, and
+    not name the rank.
+
+    Raises:
+        RankLost: it does not within `START_S`.
+    """
+    host, port, end = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), time.monotonic() + START_S
+    while host and port:
+        with suppress(OSError), socket.create_connection((host, int(port)), timeout=START_S):
+            return
+        if time.monotonic() > end:
+            raise RankLost(f"rank 0 does not answer at {host}:{port} (MASTER_ADDR, MASTER_PORT) after {START_S:g} s")
+        time.sleep(POLL_S)
 
 
 def check_same_configs(configs: Any, world: int) -> None:
@@ -474,6 +493,8 @@ def _follow(ranks: Ranks) -> None:
     """Execute the commands of rank 0, until it sends None."""
     logging.disable(logging.WARNING)  # rank 0 logs the same
     own = _OwnRank(ranks)
+    # A rank that waits for a command, which a frozen rank should forward, does not notice that rank 0 has ended.
+    ranks.abandoned = lambda: os._exit(1)
     try:
         while (command := ranks.receive()) is not None:
             method, arguments = command

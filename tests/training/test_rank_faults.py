@@ -64,6 +64,17 @@ def test_a_rank_that_stands_still_before_it_has_joined_is_named(folder, monkeypa
         ranked(folder)
 
 
+def test_a_rank_0_that_a_launcher_has_started_and_that_stands_still_is_named(monkeypatch):
+    store, port = open_store(LOOPBACK, timedelta(seconds=60))
+    del store  # nothing listens there any longer
+    place = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, "RANK": 1, "WORLD_SIZE": 2}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(ranks, "START_S", 0.1)
+    with pytest.raises(RankLost, match=f"rank 0 does not answer at {LOOPBACK}:{port} "):
+        ranks.join_launched("cpu", 10.0, None)
+
+
 @pytest.fixture
 def four(monkeypatch):
     """Three of four ranks, in this process and without a process group; rank 1 is frozen. Each broadcast times out."""
