@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, make_tiny_model
 
-WORDS = [
+WORDS = ["x", "y", "the", "of", "is", "if", "then", "what", "how", "many", "each", "total", "sum", "value", "apples"]
     "x",
     "y",
     "the",
