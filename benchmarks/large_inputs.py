@@ -29,23 +29,6 @@ from transformers import PreTrainedTokenizerFast
 from tests.tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, make_tiny_model
 
 WORDS = ["x", "y", "the", "of", "is", "if", "then", "what", "how", "many", "each", "total", "sum", "value", "apples"]
-    "x",
-    "y",
-    "the",
-    "of",
-    "is",
-    "are",
-    "if",
-    "then",
-    "what",
-    "how",
-    "many",
-    "each",
-    "total",
-    "sum",
-    "value",
-    "apples",
-]
 METRICS = ("critic/score/mean", "critic/score/min", "critic/score/max", "train/accuracy", "actor/entropy")
 COLUMNS = 41
 
