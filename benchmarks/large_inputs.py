@@ -126,7 +126,7 @@ def main() -> None:
             data = write_rows(folder, count, options.parquet)
             config = folder / "config.yaml"
             config.write_text(
-                f"model: {{path: {model}, dtype: float32}}\ndata: {{train: {data}}}\n"
+                f"run_name: large\nmodel: {{path: {model}, dtype: float32}}\ndata: {{train: {data}}}\n"
                 "algorithm: {name: grpo}\nreward: {functions: [{function: exact_match}]}\n"
                 "rollout: {prompts_per_step: 2, completions_per_prompt: 2, max_completion_tokens: 8}\n"
                 "train: {steps: 1}\n"

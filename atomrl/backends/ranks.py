@@ -33,18 +33,21 @@ from typing import Any, Protocol, get_args
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
-from atomrl.backends.base import SOURCES, STATE_FOLDER, TRAINED, RoleName
-from atomrl.backends.group import START_S, RankFailed, RankLost, Ranks
+from atomrl.backends.base import SOURCES, TRAINED, RoleName
+from atomrl.backends.group import START_S, STOPPED_S, RankFailed, RankLost, Ranks
 from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.cluster.ray_cluster import Actor, RayCluster, identity
+from atomrl.common.errors import reraise_as
 from atomrl.common.metrics import Metrics, merge
 from atomrl.common.processes import WorkerProcess, launched, send_answer
 from atomrl.common.threads import fixed_threads
 from atomrl.config import ConfigError, ModelConfig, RankedConfig
 from atomrl.models.memory import Sizes, memory_metrics
 from atomrl.protocols import Algorithm, ModelInput, TrainingBackend, WeightUpdate
+from atomrl.tracking.checkpoint_format import STATE_FOLDER
 from atomrl.weight_sync.channels import LOOPBACK, open_store
 
 Build = Callable[[Ranks, torch.device], TrainingBackend]
@@ -411,14 +414,15 @@ def join_launched(device: str, timeout_s: float, given: Mapping[str, Any] | None
 
     Raises:
         ConfigError: on rank 0, if those of another rank differ.
+        RankLost: a rank has not started.
     """
     started = launched()
     assert started is not None
-    if started.rank:
-        _wait_for_store()
-    store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=START_S)))
+    rank, world = started.rank, started.world
+    store = _launcher_store(rank)
     configs = PrefixStore("config", store)
     configs.set(str(rank), json.dumps(given))
+    _wait_for_all(configs, rank, world)
     ranks = Ranks(store, rank, world, rank_device(device, started.local_rank), timeout_s, started[2:])
     if rank == 0:
         try:
@@ -429,20 +433,40 @@ def join_launched(device: str, timeout_s: float, given: Mapping[str, Any] | None
     return ranks
 
 
-def _wait_for_store() -> None:
-    """Wait until the store of the launcher's ranks accepts connections. Torch itself would try four times as long, and
-    not name the rank.
+def _launcher_store(rank: int) -> Any:
+    """Return the store at which the ranks of a launcher meet: torchrun's, else one that rank 0 hosts.
 
     Raises:
-        RankLost: it does not within `START_S`.
+        RankLost: it is not there within `START_S`. Torch itself would try four times as long, and not name the rank.
     """
     host, port, end = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), time.monotonic() + START_S
-    while host and port:
+    if host is None or port is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return next(rendezvous("env://", timeout=timedelta(seconds=START_S)))[0]
+    while rank:
         with suppress(OSError), socket.create_connection((host, int(port)), timeout=START_S):
-            return
+            return _reach(host, int(port))
         if time.monotonic() > end:
             raise RankLost(f"rank 0 does not answer at {host}:{port} (MASTER_ADDR, MASTER_PORT) after {START_S:g} s")
         time.sleep(POLL_S)
+    # Rank 0 waits for the others later, where it can name those that are missing.
+    return TCPStore(host, int(port), is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START_S))
+
+
+def _wait_for_all(configs: Any, rank: int, world: int) -> None:
+    """Wait until all ranks have left their config.
+
+    Raises:
+        RankLost: some have not within `START_S`.
+        RankFailed: rank 0 has ended, which hosts the store.
+    """
+    # Rank 0, which takes the store with it, goes last.
+    end = time.monotonic() + START_S + (0.0 if rank else STOPPED_S)
+    with reraise_as(RankFailed, "rank 0 has ended before all ranks were there", DistError):
+        while absent := [other for other in range(world) if not configs.check([str(other)])]:
+            if time.monotonic() > end:
+                names = ", ".join(map(str, absent))
+                raise RankLost(f"rank {names} has not started within {START_S:g} s")
+            time.sleep(POLL_S)
 
 
 def check_same_configs(configs: Any, world: int) -> None:

@@ -75,6 +75,19 @@ def test_a_rank_0_that_a_launcher_has_started_and_that_stands_still_is_named(mon
         ranks.join_launched("cpu", 10.0, None)
 
 
+def test_a_rank_that_a_launcher_has_started_and_that_stands_still_is_named_alone(monkeypatch):
+    monkeypatch.setattr(ranks, "START_S", 1.0)
+    monkeypatch.setattr(ranks, "STOPPED_S", 0.0)
+    store, port = open_store(LOOPBACK, timedelta(seconds=60))
+    store.set("config/0", "{}")
+    place = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, "RANK": 1, "WORLD_SIZE": 4}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    store.set("config/3", "{}")
+    with pytest.raises(RankLost, match="^rank 2 has not started within 1 s$"):
+        ranks.join_launched("cpu", 10.0, None)
+
+
 @pytest.fixture
 def four(monkeypatch):
     """Three of four ranks, in this process and without a process group; rank 1 is frozen. Each broadcast times out."""
