@@ -84,7 +84,7 @@ def test_a_rank_that_a_launcher_has_started_and_that_stands_still_is_named_alone
     for name, value in place.items():
         monkeypatch.setenv(name, str(value))
     store.set("config/3", "{}")
-    with pytest.raises(RankLost, match="^rank 2 has not started within 1 s$"):
+    with pytest.raises(RankLost, match=r"^rank 2 has not started within 1 s$"):
         ranks.join_launched("cpu", 10.0, None)
 
 
