@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from operator import itemgetter
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any
@@ -647,6 +648,22 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
     return means
 
 
+def thinned(line: Points, stretches: int = 1000) -> Points:
+    """Return the lowest, the highest and the last point of each stretch of a long line, in order. More would not be
+    seen in an image, and matplotlib would search long for a place of the legend.
+
+    Example:
+        >>> thinned([(1, 0.0), (2, 9.0), (3, 1.0), (4, 2.0), (5, 3.0)], stretches=1)
+        [(1, 0.0), (2, 9.0), (5, 3.0)]
+    """
+    if len(line) <= 3 * stretches:
+        return line
+    size = -(-len(line) // stretches)
+    parts = [line[at : at + size] for at in range(0, len(line), size)]
+    ends = [{min(part, key=itemgetter(1)), max(part, key=itemgetter(1)), part[-1]} for part in parts]
+    return [point for each in ends for point in sorted(each)]
+
+
 def _draw_panel(axis: Any, title: str, lines: dict[str, Points], runs: Sequence[str]) -> None:
     several = len(runs) > 1
     for number, (label, line) in enumerate((label, line) for label, line in lines.items() if line):
@@ -654,8 +671,9 @@ def _draw_panel(axis: Any, title: str, lines: dict[str, Points], runs: Sequence[
         color = f"C{runs.index(label.removesuffix(', held-out')) if several else number}"
         steps, values = [step for step, _ in line], [value for _, value in line]
         if len(line) >= 40 and not held_out:  # noisy: raw values in a light colour, the running mean on top
-            axis.plot(steps, values, color=color, alpha=0.25, linewidth=0.9)
-            values = smooth(values, max(5, len(line) // 25))
+            axis.plot(*zip(*thinned(line), strict=True), color=color, alpha=0.25, linewidth=0.9)
+            line = thinned([*zip(steps, smooth(values, max(5, len(line) // 25)), strict=True)])
+            steps, values = [step for step, _ in line], [value for _, value in line]
         marker = "o" if held_out or len(line) < 12 else None
         style = "--" if held_out and several else "-"
         label = f"{label}  {values[-1]:.3g}"  # the legend has the last values
