@@ -55,6 +55,8 @@ CONTENTS = "contents of "
 EXIT_S, REPORT_S, POLL_S = 10.0, 1.0, 0.2
 """Seconds that a worker process gets to exit, that a failed collective gets to report a death before the watcher does,
 and between two looks of the watcher."""
+PREPARE_S = 2400.0
+"""Seconds for rank 0 of a launcher to read the data, before it meets the others."""
 RANK_0_ERROR_S = 15.0
 """Seconds to wait for the error of rank 0 after another rank ended at the start."""
 
@@ -437,16 +439,16 @@ def _launcher_store(rank: int) -> Any:
     """Return the store at which the ranks of a launcher meet: torchrun's, else one that rank 0 hosts.
 
     Raises:
-        RankLost: it is not there within `START_S`. Torch itself would try four times as long, and not name the rank.
+        RankLost: it is not there within `PREPARE_S`.
     """
-    host, port, end = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), time.monotonic() + START_S
+    host, port, end = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), time.monotonic() + PREPARE_S
     if host is None or port is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return next(rendezvous("env://", timeout=timedelta(seconds=START_S)))[0]
     while rank:
         with suppress(OSError), socket.create_connection((host, int(port)), timeout=START_S):
             return _reach(host, int(port))
         if time.monotonic() > end:
-            raise RankLost(f"rank 0 does not answer at {host}:{port} (MASTER_ADDR, MASTER_PORT) after {START_S:g} s")
+            raise RankLost(f"rank 0 does not answer at {host}:{port} (MASTER_ADDR, MASTER_PORT) after {PREPARE_S:g} s")
         time.sleep(POLL_S)
     # Rank 0 waits for the others later, where it can name those that are missing.
     return TCPStore(host, int(port), is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START_S))
@@ -456,16 +458,18 @@ def _wait_for_all(configs: Any, rank: int, world: int) -> None:
     """Wait until all ranks have left their config.
 
     Raises:
-        RankLost: some have not within `START_S`.
+        RankLost: some have not `START_S` after rank 0 has.
         RankFailed: rank 0 has ended, which hosts the store.
     """
-    # Rank 0, which takes the store with it, goes last.
-    end = time.monotonic() + START_S + (0.0 if rank else STOPPED_S)
+    begun, prepared = time.monotonic(), False
+    end = begun + PREPARE_S
     with reraise_as(RankFailed, "rank 0 has ended before all ranks were there", DistError):
         while absent := [other for other in range(world) if not configs.check([str(other)])]:
+            if not prepared and 0 not in absent:  # rank 0, which takes the store with it, goes last
+                prepared, end = True, time.monotonic() + START_S + (0.0 if rank else STOPPED_S)
             if time.monotonic() > end:
                 names = ", ".join(map(str, absent))
-                raise RankLost(f"rank {names} has not started within {START_S:g} s")
+                raise RankLost(f"rank {names} has not started within {end - begun:.0f} s")
             time.sleep(POLL_S)
 
 

@@ -382,6 +382,7 @@ def build_trainer(
     device: torch.device | None = None,
     cluster: RayCluster | None = None,
     given: Mapping[str, Any] | None = None,
+    images: ImageReader | None = None,
     **options: Any,
 ) -> TrainingBackend:
     """Build the training back end: in this process, on the ranks of `backend`, or in the cluster's `trainer` actors.
@@ -395,15 +396,16 @@ def build_trainer(
         ranks: the group of ranks, of which this process is one; None: a section `backend` starts them.
         device: of this rank; None: `model.device`.
         given: of `given_to_rank`, for the config as it was loaded.
+        images: reads the pictures of rows; None: there are none.
         options: further arguments of `BaseBackend`: `tokenizer`, and the roles to load.
     """
     # Start ranks or actors.
     if ranks is None and config.backend is not None and not in_actors(config):
-        build_rank = partial(build_trainer, config, algorithm, path)
+        build_rank = partial(build_trainer, config, algorithm, path, images=images)
         return start_ranks(build_rank, config.backend, device_name(config.model.device), given=given, **options)
     if cluster is not None and "trainer" in cluster.wanted:
         remote = config.model_copy(update={"model": actor_model(config.model)})
-        build_part = partial(build_trainer, remote, algorithm, path)
+        build_part = partial(build_trainer, remote, algorithm, path, images=images)
         if config.backend is not None:
             return start_rank_actors(build_part, config.backend, remote.model.device, cluster=cluster, **options)
         apart = [role for role in get_args(RoleName) if role in cluster.wanted]
@@ -421,6 +423,7 @@ def build_trainer(
         seed=config.seed,
         collective=ranks,
         device=device or device_name(config.model.device),
+        images=images,
         **options,
     )
 

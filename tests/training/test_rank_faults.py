@@ -70,7 +70,7 @@ def test_a_rank_0_that_a_launcher_has_started_and_that_stands_still_is_named(mon
     place = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, "RANK": 1, "WORLD_SIZE": 2}
     for name, value in place.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(ranks, "START_S", 0.1)
+    monkeypatch.setattr(ranks, "PREPARE_S", 0.1)
     with pytest.raises(RankLost, match=f"rank 0 does not answer at {LOOPBACK}:{port} "):
         ranks.join_launched("cpu", 10.0, None)
 
@@ -135,7 +135,7 @@ def test_data_and_model_of_a_rank_are_compared_by_their_contents(tmp_path, monke
     model, data = tmp_path / "model", tmp_path / "a.jsonl"
     model.mkdir()
     config = RunConfig.model_validate(
-        {"model": {"path": str(model)}, "data": {"train": [str(data), "OWNER/NAME"]}, "sft": {}}
+        {"run_name": "a", "model": {"path": str(model)}, "data": {"train": [str(data), "OWNER/NAME"]}, "sft": {}}
     )
     given = [given_to_rank(config)]
     for path in (data, data, model / "config.json"):
