@@ -543,8 +543,11 @@ HELD_OUT = ("Accuracy", "Completion length (tokens)", "Margin of preferences", "
 """Panels whose further lines are held-out data; those of the reward panel are its parts."""
 
 
-def draw_curves(run: Path | Sequence[Path], out: Path | None = None) -> Path:
-    """Plot `metrics.jsonl` of one or several run folders, a colour per run.
+def draw_curves(run: Path | Run | Sequence[Path | Run], out: Path | None = None) -> Path:
+    """Plot `metrics.jsonl` of one or several runs, a colour per run.
+
+    Args:
+        run: folders, or runs that have been read.
 
     Returns:
         Path of the image: `out`, else `curves.png` in the run's folder (one run) or the working directory (several).
@@ -553,8 +556,9 @@ def draw_curves(run: Path | Sequence[Path], out: Path | None = None) -> Path:
         ImportError: matplotlib is not installed.
         ReadError: the run has no metrics.
     """
-    runs = [run] if isinstance(run, Path) else list(run)
-    drawn = panels(with_metrics(runs[0])) if len(runs) == 1 else compared(runs)
+    given = [run] if isinstance(run, Path | Run) else list(run)
+    drawn = panels(with_metrics(given[0])) if len(given) == 1 else compared(given)
+    runs = [each.path if isinstance(each, Run) else each for each in given]
     message = "plotting needs matplotlib: pip install 'atomrl[plot]'"
     with reraise_as(ImportError, message, ImportError):
         from matplotlib.figure import Figure
@@ -579,10 +583,11 @@ def run_names(runs: Sequence[Path]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(run) for run in runs]
 
 
-def compared(runs: Sequence[Path]) -> dict[str, dict[str, Points]]:
+def compared(runs: Sequence[Path | Run]) -> dict[str, dict[str, Points]]:
     """Return the panels of several runs. A line's label is `RUN`, or `RUN, held-out` (the first data source)."""
     merged: dict[str, dict[str, Points]] = {}
-    for name, run in zip(run_names(runs), runs, strict=True):
+    names = run_names([run.path if isinstance(run, Run) else run for run in runs])
+    for name, run in zip(names, runs, strict=True):
         for title, lines in panels(with_metrics(run)).items():
             panel = merged.setdefault(title, {})
             held_out = [line for label, line in lines.items() if label != "train" and title in HELD_OUT]
@@ -590,15 +595,15 @@ def compared(runs: Sequence[Path]) -> dict[str, dict[str, Points]]:
     return dict(list(merged.items())[:PANELS])
 
 
-def with_metrics(folder: Path) -> Run:
-    """Read the run in a folder.
+def with_metrics(run: Path | Run) -> Run:
+    """Read the run in a folder, unless it has been read.
 
     Raises:
         ReadError: it has no metrics.
     """
-    run = Run(folder)
+    run = run if isinstance(run, Run) else Run(run)
     if not len(run.metrics.steps) and not len(run.evaluations.steps):
-        raise ReadError(f"no metrics in {folder} (looked for metrics.jsonl); is it the folder of a run?")
+        raise ReadError(f"no metrics in {run.path} (looked for metrics.jsonl); is it the folder of a run?")
     return run
 
 

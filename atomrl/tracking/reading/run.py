@@ -411,7 +411,7 @@ class Run:
         """
         from atomrl.tracking.reading.comparison import draw_curves  # it imports this module
 
-        return draw_curves(self.path, Path(out) if out is not None else None)
+        return draw_curves(self, Path(out) if out is not None else None)
 
     def _parsed(self, lines: list[bytes]) -> Iterator[dict[str, Any]]:
         for line in lines:
