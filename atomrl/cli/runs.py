@@ -251,7 +251,7 @@ def compare_runs(arguments: argparse.Namespace) -> int:
     runs = [load_run(path) for path in arguments.runs]
     if not arguments.json:
         print(*table(runs), sep="\n")
-    image = None if arguments.plot is None else str(draw_curves(arguments.runs, arguments.plot))
+    image = None if arguments.plot is None else str(draw_curves(runs, arguments.plot))
     if arguments.json:
         print(json.dumps({**as_data(runs), "plot": image}, default=str))
     elif image is not None:
