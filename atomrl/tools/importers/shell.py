@@ -20,7 +20,7 @@ for _ in range(4):  # brackets within brackets
     _BRACED = rf"(?:[^{{}}]|\$\{{{_BRACED}\}})*"
 _TOKEN = re.compile(
     r"'[^']*'"
-    r'|"(?:\\.|[^"\\])*"'
+    rf'|"(?:\\.|\$\{{{_BRACED}\}}|[^"\\])*"'
     r"|\\."
     r"|(?<!\S)\#.*"
     rf"|\$\(\({_EXPRESSION}\)\)"
