@@ -8,7 +8,7 @@ from typing import Any
 
 from atomrl.config import ConfigError
 from atomrl.tools.importers.sources import Settings, hub_source
-from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation
+from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation, share
 
 # --------------------------------------------------------------------------------------------------------------------
 # Arguments that are not translated: irrelevant ones with the reason, and those that are refused if they are on.
@@ -302,11 +302,9 @@ def put_rewards(t: Translation, rewards: list[dict[str, Any]], out: Path) -> Non
         rewards: each `{"trl": name}`, `{"path": dotted path of a function}` or `{"model": path}`.
         out: path of the config; a file next to it gets the functions that are written for it.
     """
-    given = t("reward_weights") is not None
-    weights: Any = t("reward_weights") if given else [1.0] * len(rewards)
-    weights = (
-        t.numbers("reward_weights", len(weights) if isinstance(weights, list | tuple) else 1) if given else weights
-    )
+    weights, given = [1.0] * len(rewards), t("reward_weights")
+    if given is not None:
+        weights = t.numbers("reward_weights", len(given) if isinstance(given, list | tuple) else 1)
     if len(weights) != len(rewards):
         raise ConfigError(
             f"{t.named('reward_weights')}={weights} has {len(weights)} weights for {len(rewards)} rewards"
@@ -477,8 +475,8 @@ def _schedule(t: Translation) -> None:
         t.name_of(["warmup_steps", "warmup_ratio"])
     elif warmup >= 1:
         total = t.integer("max_steps")
-        ratio = min(1.0, warmup / total) if total > 0 else 0.0
-        t.put("train.warmup_ratio", round(ratio, 6), "warmup_steps", because="of the number of updates")
+        ratio = share(warmup, total) if total > 0 else 0.0
+        t.put("train.warmup_ratio", ratio, "warmup_steps", because="of the number of updates")
         if total <= 0:
             t.differ("warm-up", f"{warmup:g} updates", "none: their share of all updates is not known here")
             t.to_do.append(
