@@ -309,7 +309,7 @@ class Translation:
         said = "\n".join([*self.carried, *self.approximated, *self.differences, *self.to_do, *self._left])
         lines = list(self._left)
         for name, value in self.settings.items():
-            if not re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", said):
+            if not re.search(rf"(?<![\w.]){re.escape(name)}[=:]", said):
                 lines.append(f"{name}={value} ({self.reason(name) or 'no effect with the other settings of the file'})")
         return lines
 

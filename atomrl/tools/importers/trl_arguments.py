@@ -474,11 +474,10 @@ def _schedule(t: Translation) -> None:
         t.put("train.warmup_ratio", 0.0, "lr_scheduler_type")
         t.name_of(["warmup_steps", "warmup_ratio"])
     elif warmup >= 1:
-        total = t.integer("max_steps")
-        ratio = share(warmup, total) if total > 0 else 0.0
-        t.put("train.warmup_ratio", ratio, "warmup_steps", because="of the number of updates")
-        if total <= 0:
-            t.differ("warm-up", f"{warmup:g} updates", "none: their share of all updates is not known here")
+        if (total := t.integer("max_steps")) > 0:
+            t.put("train.warmup_ratio", share(warmup, total), "warmup_steps", because="of max_steps")
+        else:
+            t.differ("warm-up", f"{warmup:g} updates", "none: their share of all updates is not known")
             t.to_do.append(
                 f"warmup_steps={warmup:g}: a warm-up is a fraction of all updates here: divide by their number, which "
                 "atomrl train --dry-run prints, and set train.warmup_ratio"

@@ -258,13 +258,9 @@ def put_optimizer(t: Translation, place: str) -> None:
 def put_warmup(t: Translation, name: str, steps: int | None) -> None:
     """Set the warm-up from its number of steps, of `steps` in all; left to the user if that number is not known."""
     updates = t.integer(name)
-    t.put(
-        "train.warmup_ratio",
-        share(updates, steps) if steps else 0.0,
-        name,
-        because="of trainer.total_training_steps" if steps else "left to you",
-    )
-    if not steps:
+    if steps:
+        t.put("train.warmup_ratio", share(updates, steps), name, because="of the number of steps")
+    else:
         t.to_do.append(
             f"{name}={updates}: a warm-up is a fraction of all steps here: divide by their number, which atomrl train "
             "--dry-run prints, and set train.warmup_ratio"
