@@ -149,13 +149,20 @@ def written(tmp_path: Path, name: str, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("library", "name", "text", "message"), [
+@pytest.mark.parametrize(
+    ("library", "name", "text", "message"),
+    [
         ("verl", "a.sh", f"{MAIN} algorithm.adv_estimator=optimal_token_baseline", "adv_estimator"),
         ("verl", "a.sh", f"{MAIN} {LOSS_MODE}=new algorithm.adv_estimator=grpo", "gspo"),
         ("verl", "a.sh", "echo 'nothing here'", "no command with key=value"),
         ("verl", "a.yaml", "data: {train: a.jsonl}\nalgorithm: {name: grpo}", "not a config of verl"),
         ("verl", "a.sh", 'run a.b="never closed', "unclosed quote"),
-        ("verl", "a.sh", f"{MAIN} algorithm.use_kl_in_reward=true actor_rollout_ref.actor.use_kl_loss=true", "one of the two"),
+        (
+            "verl",
+            "a.sh",
+            f"{MAIN} algorithm.use_kl_in_reward=true actor_rollout_ref.actor.use_kl_loss=true",
+            "one of the two",
+        ),
         *(
             ("trl", "a.sh", f"trl {flags}", message)
             for flags, message in (
@@ -179,19 +186,39 @@ def written(tmp_path: Path, name: str, text: str) -> Path:
             )
         ),
         ("verl", "a.sh", f"{MAIN} algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=$N", "rollout.n"),
-        ("verl", "a.sh", f"{MAIN} algorithm.adv_estimator=grpo algorithm.rollout_is=True", "rollout_correction.rollout_is"),
+        (
+            "verl",
+            "a.sh",
+            f"{MAIN} algorithm.adv_estimator=grpo algorithm.rollout_is=True",
+            "rollout_correction.rollout_is",
+        ),
         ("openrlhf", "a.yaml", "beta: 1", "give the script"),
         ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --agent_func_path agent.py", "agent_func_path=agent.py"),
         ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --vllm_is_truncated_threshold 2 {TIS_ON}", "not 2 numbers"),
         ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --policy_loss_type gspo {TIS_ON}", "is_correction_enable"),
         ("openrlhf", "a.sh", f"train_ppo_ray {FILTER} --algo.dynamic_filtering_range 0.1 0.9", "0.1, 0.9"),
         ("verl", "a.sh", f"{VERL} {ACTOR}use_kl_loss=$KL", r"use_kl_loss=\$KL is neither true nor false"),
-        ("verl", "a.yaml", "actor_rollout_ref: {actor: {use_kl_loss: '${oc.env:KL}'}}\nalgorithm: {adv_estimator: grpo}", "use_kl_loss=.*neither true nor false"),
+        (
+            "verl",
+            "a.yaml",
+            "actor_rollout_ref: {actor: {use_kl_loss: '${oc.env:KL}'}}\nalgorithm: {adv_estimator: grpo}",
+            "use_kl_loss=.*neither true nor false",
+        ),
         ("verl", "a.sh", f"{VERL} algorithm.kl_ctrl.type=$T algorithm.use_kl_in_reward=true", "kl_ctrl.type"),
         ("verl", "a.sh", f"{VERL} {ACTOR}optim.betas=[0.9]", "betas"),
-        ("verl", "a.sh", f"{VERL} reward_model.overlong_buffer.enable=True", "overlong_buffer.len=None is not a number"),
+        (
+            "verl",
+            "a.sh",
+            f"{VERL} reward_model.overlong_buffer.enable=True",
+            "overlong_buffer.len=None is not a number",
+        ),
         ("verl", "a.sh", f"{VERL} {ACTOR}loss_agg_mode=[token-mean]", "loss_agg_mode"),
-        ("verl", "a.sh", f"{VERL} {ACTOR}loss_agg_mode=seq-mean-token-sum-norm {ACTOR}loss_scale_factor=abc", "loss_scale_factor=abc is not a number"),
+        (
+            "verl",
+            "a.sh",
+            f"{VERL} {ACTOR}loss_agg_mode=seq-mean-token-sum-norm {ACTOR}loss_scale_factor=abc",
+            "loss_scale_factor=abc is not a number",
+        ),
         *(
             ("trl", "a.yaml", f"{GRPO_YAML}\n{key}: {value}", key)
             for key, value in (
@@ -209,7 +236,8 @@ def written(tmp_path: Path, name: str, text: str) -> Path:
         ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --init_kl_coef abc", "init_coef=abc is not a number"),
         ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --temperature", "temperature=True is not a number"),
         ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --use_kl_loss $KL", "neither true nor false"),
-])  # fmt: skip
+    ],
+)
 def test_what_it_refuses(library: str, name: str, text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         import_config(written(tmp_path, name, text), library)
