@@ -99,7 +99,7 @@ def multiply(x: Tensor, layer: QuantizedLinear, b: Tensor, start: Tensor | None,
     product_kernel[(triton.cdiv(layer.out_features, 64), triton.cdiv(rows, row_block))](
         x, x.stride(0), *_parts(layer), b, b.stride(0), out if start is None else start, stride, out, out.stride(0),
         rows, layer.out_features, layer.in_features, columns, max(16, triton.next_power_of_2(columns)),
-        row_block, 64, 64, start is not None, num_warps=4, num_stages=3,
+        row_block, 64, 64, start is not None, num_warps=4, num_stages=2,
     )  # fmt: skip
     return out
 
