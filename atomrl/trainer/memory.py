@@ -32,6 +32,7 @@ from atomrl.models.memory import (
     is_tied,
     layer_count,
     process_memory,
+    tower_bytes,
     trained_parameters,
     widths,
 )
@@ -320,6 +321,8 @@ def memory_estimate(
         compute = 4 if model.dtype == "float32" else 2
     total = count_parameters(shape, trusted)
     trained = adapter_parameters(shape, model.lora.rank) if model.lora else trained_parameters(shape, trusted)
+    if not model.freeze_vision:
+        trained = total
     row_tokens = config.data.max_prompt_tokens + rollout.max_completion_tokens
     row_tokens = min(row_tokens, train.max_row_tokens or row_tokens)
     tokens = max(train.micro_batch_tokens(device), row_tokens)
@@ -366,6 +369,9 @@ def memory_estimate(
             parts["engine weights"] = _own_bytes(config, shape, device, compute)
     if config.kind == "rl":
         parts["key-value cache"] = cached * 2 * layers * keys * compute // rollout.tensor_parallel
+    pictures = min(tokens, config.data.max_prompt_tokens) if model.freeze_vision else tokens
+    if tower := tower_bytes(shape, pictures, compute, trained=not model.freeze_vision):
+        parts["vision tower"] = tower  # activations, for pictures that fill the prompts
     if "distributions" in algorithm.outputs:
         parts["distributions"] = DISTRIBUTIONS * min(DIVERGENCE_ELEMENTS, tokens * vocab) * FLOAT32
     if needs_teacher(algorithm):

@@ -7,7 +7,7 @@
                           train_dataset=dataset)
     trainer.train()
 
-Trainers with their configs: SFT, GRPO, RLOO, DPO, KTO, ORPO, CPO, OnlineDPO and Reward. `GRPOArgs` are GRPO's arguments
+Trainers with their configs: SFT, GRPO, RLOO, DPO, KTO, ORPO, CPO, OnlineDPO, PPO, GKD, Distillation and Reward. `GRPOArgs` are GRPO's arguments
 with AtomRL's names. `docs/start/migrating.md` has what differs, `docs/reference/python_api.md` the arguments, the files
 of a run, and the whole algorithm written with the five functions.
 """
@@ -19,11 +19,14 @@ from atomrl.trl.callbacks import LogCompletionsCallback, RichProgressCallback
 from atomrl.trl.configs import (
     VERSION,
     CPOConfig,
+    DistillationConfig,
     DPOConfig,
+    GKDConfig,
     GRPOConfig,
     KTOConfig,
     OnlineDPOConfig,
     ORPOConfig,
+    PPOConfig,
     RewardConfig,
     RLOOConfig,
     SFTConfig,
@@ -61,11 +64,14 @@ from atomrl.trl.scripts import (
 )
 from atomrl.trl.trainer import (
     CPOTrainer,
+    DistillationTrainer,
     DPOTrainer,
+    GKDTrainer,
     GRPOTrainer,
     KTOTrainer,
     OnlineDPOTrainer,
     ORPOTrainer,
+    PPOTrainer,
     RewardTrainer,
     RLOOTrainer,
     SFTTrainer,
@@ -73,10 +79,7 @@ from atomrl.trl.trainer import (
 
 __version__ = f"{VERSION}.0"
 INSTEAD = {
-    "PPO": "PPO: a config with `algorithm: {name: ppo}` (docs/reference/algorithms/ppo.md)",
-    "GKD": "GKD on the model's own samples: a config with `algorithm: {name: gkd}` (docs/reference/algorithms/gkd.md)",
     "BCO": "BCO: KTOTrainer with loss_type='bco'",
-    "Distillation": "distillation: a config with `algorithm: {name: on_policy_distillation}`",
     "AsyncGRPO": "GRPO in a separate process: a config with the section `asynchronous`",
     "DataCollatorForCompletionOnlyLM": "prompt and completion in columns of their own (completion_only_loss)",
     "ConstantLengthDataset": "SFTTrainer with packing=True",
@@ -85,8 +88,8 @@ INSTEAD = {
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__") or name == "pytest_plugins":  # asked for by inspection, not by a script
-        raise AttributeError(name)
+    if not name[0].isupper():  # asked for by inspection too (pytest); Python says that it is absent
+        raise AttributeError(f"AtomRL has no {name} of TRL")
     known = [each for each in INSTEAD if name.startswith(each)]
     there = f"; AtomRL has {INSTEAD[known[0]]}" if known else ""
     trainers = ", ".join(sorted(each for each in globals() if each.endswith("Trainer")))

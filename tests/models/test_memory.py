@@ -222,7 +222,7 @@ def test_the_page_has_the_arithmetic_of_ranks(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
     from plan_ranks import tables
 
-    page = (ROOT / "docs" / "guides" / "distributed_rollout.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "development" / "scaling.md").read_text(encoding="utf-8")
     shown = page.partition("<!-- from benchmarks/plan_ranks.py -->")[2].partition("<!-- until here -->")[0]
     assert shown.strip() == "\n".join(tables([8, 64], 8192, 80.0))
 
