@@ -179,10 +179,23 @@ def test_base_weights_are_held_once(tmp_path: Path, kind: str | None) -> None:
     assert together - trainer < 4 * adapters + scratch + 8192 < copy
 
 
-def test_a_stray_write_into_the_base_is_found_at_the_next_transfer(tmp_path: Path) -> None:
-    backend, engine, _ = backend_and_engine(tmp_path, None)
-    transfer = InProcessTransfer(backend, engine)
+def test_the_base_is_never_sent(tmp_path: Path) -> None:
+    """Dequantized at once for the first transfer, it would take more memory than it saves."""
+    backend, engine, _ = backend_and_engine(tmp_path, "int8")
+    transfer, asked = InProcessTransfer(backend, engine, shared=True), []
+    update = backend.weight_update
+    backend.weight_update = lambda version, adapters_alone=False: asked.append(adapters_alone) or update(version, True)
     transfer(1)
+    transfer(2)
+    assert asked == [True, True]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_stray_write_into_the_base_is_found_at_the_next_transfer(tmp_path: Path, shared: bool) -> None:
+    backend, engine, _ = backend_and_engine(tmp_path, None)
+    transfer = InProcessTransfer(backend, engine, shared=shared)
+    if not shared:
+        transfer(1)
     with torch.no_grad():
         next(p for name, p in backend.policy.model.named_parameters() if "gate_proj.base" in name)[3, 3] += 1
     with pytest.raises(WeightMismatch, match=r"gate_proj"):
