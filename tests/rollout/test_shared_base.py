@@ -242,7 +242,7 @@ def test_log_probs_of_engine_and_trainer_agree(tmp_path: Path, kind: str | None)
             torch.nn.init.normal_(parameter, std=0.05, generator=torch.Generator().manual_seed(0))
     InProcessTransfer(backend, engine)(1)
     first, second = (logits.softmax(-1) for logits in last_logits(backend, engine, torch.arange(3, 20)))
-    assert float((first - second).abs().max()) < 1e-6
+    assert float((first - second).abs().max()) < 1e-5
 
 
 def test_a_sleeping_cache_grows_back_at_once(tmp_path: Path) -> None:
