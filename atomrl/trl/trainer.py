@@ -181,7 +181,9 @@ class Trainer:
         source = tokenizer or model
         self.tokenizer = load_tokenizer(source) if isinstance(source, str | Path) else source
         if (without := without_new_pad(self.tokenizer, self._given.embeddings)) is not None:
-            self._notes.append(f"pad_token {self.tokenizer.pad_token!r}: left out, as the model has no embedding for it")
+            self._notes.append(
+                f"pad_token {self.tokenizer.pad_token!r}: left out, as the model has no embedding for it"
+            )
             self.tokenizer = self._initial_tokenizer = without
         self._model: Any = None if self._given.is_name else model
         self._callbacks, self._events = split_callbacks(callbacks or ())
@@ -258,7 +260,9 @@ class Trainer:
     @property
     def _named_quantization(self) -> str | None:
         settings = getattr(self.args, "model_init_kwargs", None)
-        return quantization_of(settings.get("quantization_config"), self._notes) if isinstance(settings, Mapping) else None
+        return (
+            quantization_of(settings.get("quantization_config"), self._notes) if isinstance(settings, Mapping) else None
+        )
 
     def _read_rows(self, train: Any, held_out: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
         if train is None:

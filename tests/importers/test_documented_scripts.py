@@ -78,7 +78,7 @@ def test_it_is_one_command_and_then_a_dry_run(name: str, offline: Path, capsys: 
     assert (" problems (" if name.startswith("verl") else "not checked without them") in said
 
 
-def test_a_config_goes_on_to_the_plan_for_a_card(offline: Path) -> None:
+def test_a_config_continues_to_the_plan_for_a_card(offline: Path) -> None:
     assert main(["import", str(FILES / "verl_gsm8k_grpo.sh"), "--out", "ours.yaml"]) == 0
     assert main(["plan", "ours.yaml", "--gpu", "8xH100"]) == 0
 

@@ -209,7 +209,7 @@ def test_weights_that_were_moved_away_end_the_run(tmp_path: Path) -> None:
         InProcessTransfer(backend, engine)(1)
 
 
-def test_the_trainer_goes_on_after_the_engine_is_closed(tmp_path: Path) -> None:
+def test_the_trainer_continues_after_the_engine_is_closed(tmp_path: Path) -> None:
     backend, engine, _ = backend_and_engine(tmp_path, None)
     tokens = torch.arange(3, 20)[None]
     before = backend.policy.model.forward_hidden(tokens)

@@ -49,7 +49,7 @@ def fails_soon(ranks, said):
     return [worker.process.pid for worker in ranks.trainer.processes.values()]
 
 
-def test_a_rank_that_stands_still_before_it_has_joined_is_named(folder, monkeypatch):
+def test_a_rank_that_hangs_before_it_has_joined_is_named(folder, monkeypatch):
     start = WorkerProcess.start
 
     def frozen(module):
@@ -162,7 +162,7 @@ def test_a_non_finite_gradient_on_one_rank_is_skipped_on_all(folder):
         assert "actor/skipped_updates" not in values(both.train_step(make_batch(), make_algorithm()))
 
 
-def test_an_error_that_all_meet_is_raised_as_it_is_and_the_ranks_go_on(folder):
+def test_an_error_that_all_meet_is_raised_as_it_is_and_the_ranks_continue(folder):
     with closing(ranked(folder)) as both:
         for _ in range(2):
             with pytest.raises(ValueError, match="without a reference"):
@@ -223,7 +223,7 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_after_a_death_a_new_group_goes_on_bit_for_bit(alone):
+def test_after_a_death_a_new_group_continues_bit_for_bit(alone):
     folder, untouched = alone
     run = Outcome(folder, "killed", "SIGKILL", 13)
     assert run.code == 0 and run.struck and not run.left(), run.said
