@@ -182,12 +182,11 @@ class HFModel(nn.Module):
         """
         tokens = torch.arange(4, device=self.head_weight.device)[None] % text_config(self.config).vocab_size
         kind = f"model_type {self.config.model_type!r}"
-        with reraise_as(ConfigError, f"{kind} cannot be trained on text", TypeError, ValueError, AttributeError):
-            hidden = self.forward_hidden(tokens)
+        with reraise_as(ConfigError, f"{kind} {NO_TEXT}", TypeError, ValueError, AttributeError):
+            hidden, theirs = self.forward_hidden(tokens), self.inner(input_ids=tokens).logits.float()
         if not torch.allclose(hidden[:, :2].float(), self.forward_hidden(tokens[:, :2]).float(), rtol=1e-2, atol=1e-2):
             raise ConfigError(f"{kind} {LATER_TOKENS}")
         ours = head_logits(hidden, self.head_weight)
-        theirs = self.inner(input_ids=tokens).logits.float()
         fitting = (factor for factor in logit_factors(self.config) if torch.allclose(theirs, factor * ours, 1e-2, 1e-2))
         self.factor = next(fitting, 0.0)
         if not self.factor:
@@ -210,6 +209,7 @@ CHANGED_LOGITS = (
     "changes its logits after the output matrix (a bias or a soft cap), which the chunked log-probs do not support; use "
     "another model"
 )
+NO_TEXT = "cannot be trained on text"
 LATER_TOKENS = "attends to later tokens, so it is not a causal language model; use a causal one"
 BOTH_WAYS = ("cpmant", "paligemma", "xlm", "xlnet")
 """Model types with a causal class that reads its prompt in both directions."""
@@ -238,17 +238,17 @@ def check_trainable(inner: Any) -> None:
     `HFModel.check` computes, and finds the rest.
 
     Args:
-        inner: a transformers model; may be on the meta device.
+        inner: a transformers model on the meta device.
     """
     kind, text = f"model_type {inner.config.model_type!r}", text_config(inner.config)
     head = inner.get_output_embeddings()
-    needed = [
-        name for name, argument in inspect.signature(type(inner).forward).parameters.items()
-        if argument.default is argument.empty and argument.kind is argument.POSITIONAL_OR_KEYWORD
-    ]  # fmt: skip
-    if head is None or set(needed) - {"self", "input_ids"}:
-        missing = "output matrix" if head is None else f"forward pass without {needed[-1]}"
-        raise ConfigError(f"{kind} cannot be trained on text: {type(inner).__name__} has no {missing}")
+    if head is None:
+        raise ConfigError(f"{kind} {NO_TEXT}: {type(inner).__name__} has no output matrix")
+    with reraise_as(ConfigError, f"{kind} {NO_TEXT}", TypeError, ValueError, AttributeError):
+        with suppress(RuntimeError, LookupError):  # some compute with values, which the meta device does not have
+            tokens = torch.ones(1, 4, dtype=torch.long, device="meta")
+            body(inner)(input_ids=tokens, use_cache=False).last_hidden_state  # noqa: B018
+            inner(input_ids=tokens, use_cache=False).logits  # noqa: B018
     if inner.config.model_type in BOTH_WAYS:
         raise ConfigError(f"{kind} {LATER_TOKENS}")
     if getattr(head, "bias", None) is not None or any(getattr(text, name, None) for name in SOFT_CAPS):
@@ -256,7 +256,7 @@ def check_trainable(inner: Any) -> None:
 
 
 NO_WRITER = (
-    "ForMaskedLM", "Encoder", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"
+    "ForMaskedLM", "Encoder", "Classification", "ForQuestionAnswering"
 )  # fmt: skip
 """Suffixes of architecture names that do not generate text."""
 
