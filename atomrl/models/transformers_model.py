@@ -276,8 +276,9 @@ def check_causal(config: Any, path: object) -> None:
     other = any(kind.endswith(NO_WRITER) for kind in kinds)
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING:  # some of these families also have a causal class
         other |= not any(kind.endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds)
-        other |= not getattr(config, "is_decoder", True)
     named = f"{path} is a {config.model_type} model ({', '.join(kinds) or 'no architectures'})"
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not other and not getattr(config, "is_decoder", True):
+        raise ConfigError(f"{named}, which {LATER_TOKENS} (its config.json has is_decoder=false)")
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
             f"{named}, which reads the prompt with an encoder, and is not a causal "
