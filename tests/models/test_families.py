@@ -26,6 +26,8 @@ def test_the_page_lists_exactly_the_model_types_of_transformers():
     assert "FAILED" not in TEXT
 
 
-@pytest.mark.parametrize("kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in TYPES])
+@pytest.mark.parametrize(
+    "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in TYPES]
+)
 def test_a_model_type_trains_as_what_it_is_or_is_refused_before_its_weights_are_read(kind):
     assert row(kind) == LINES[kind]
