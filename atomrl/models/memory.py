@@ -83,8 +83,9 @@ QUANTIZED = {"nf4": 0.5 + 1 / 64 + FLOAT32 / (64 * 256), "int8": 1.0}
 """Bytes per quantized weight: its code, a scale per 64 weights, and a scale per 256 scales."""
 SAVED_BY_AUTOGRAD = 2
 """Activations of a layer of transformers, relative to those of `gpt.Layer`. Counted on tiny models of 41 mixtures of
-experts and 3 dense families: 1.2 to 2.4 for most, up to 2.8 for some (Llama 4, minimax, Qwen3.5), 0.5 to 1.2 with latent
-attention (DeepSeek V3.2). A few with linear attention or compressed keys save more when tiny: 4 to 108 (Kimi Linear)."""
+experts and 3 dense families: 1.2 to 2.4 for most, up to 2.8 for some (Llama 4, minimax, Qwen3.5), 0.5 to 1.2 with
+latent attention (DeepSeek V3.2). A few with linear attention or compressed keys save 4 to 108 times as much when tiny
+(Kimi Linear)."""
 BESIDE = "in the CPU's memory"
 """Part of the memory estimate for offloaded shards; not in the total of the device."""
 SHARDED = ("trainer weights", "optimizer", "gradients", "reference", "teacher", "critic")

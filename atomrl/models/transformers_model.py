@@ -206,8 +206,8 @@ class HFModel(nn.Module):
 
 
 CHANGED_LOGITS = (
-    "changes its logits after the output matrix (a bias or a soft cap), which the chunked log-probs do not support; use "
-    "another model"
+    "changes its logits after the output matrix (a bias or a soft cap), which the chunked log-probs do not support; "
+    "use another model"
 )
 NO_TEXT = "cannot be trained on text"
 LATER_TOKENS = "attends to later tokens, so it is not a causal language model; use a causal one"
@@ -244,11 +244,11 @@ def check_trainable(inner: Any) -> None:
     head = inner.get_output_embeddings()
     if head is None:
         raise ConfigError(f"{kind} {NO_TEXT}: {type(inner).__name__} has no output matrix")
-    with reraise_as(ConfigError, f"{kind} {NO_TEXT}", TypeError, ValueError, AttributeError):
-        with suppress(RuntimeError, LookupError):  # some compute with values, which the meta device does not have
-            tokens = torch.ones(1, 4, dtype=torch.long, device="meta")
-            body(inner)(input_ids=tokens, use_cache=False).last_hidden_state  # noqa: B018
-            inner(input_ids=tokens, use_cache=False).logits  # noqa: B018
+    words = reraise_as(ConfigError, f"{kind} {NO_TEXT}", TypeError, ValueError, AttributeError)
+    with words, suppress(RuntimeError, LookupError):  # some compute with values, which the meta device does not have
+        tokens = torch.ones(1, 4, dtype=torch.long, device="meta")
+        body(inner)(input_ids=tokens, use_cache=False).last_hidden_state  # noqa: B018
+        inner(input_ids=tokens, use_cache=False).logits  # noqa: B018
     if inner.config.model_type in BOTH_WAYS:
         raise ConfigError(f"{kind} {LATER_TOKENS}")
     if getattr(head, "bias", None) is not None or any(getattr(text, name, None) for name in SOFT_CAPS):

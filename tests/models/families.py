@@ -35,18 +35,20 @@ TOKENS = torch.arange(20).view(2, 10) + 5
 
 HIDDEN, HEADS, HEAD, VOCABULARY = 32, 4, 8, 102
 NAMES = [
-    (HIDDEN, "hidden_size n_embd d_model dim out_hidden_size embed_dim embedding_size embedding_dim embed_dims emb_dim"),
+    (HIDDEN, "hidden_size n_embd d_model dim out_hidden_size embed_dim embedding_size embedding_dim embed_dims"),
     (HIDDEN, "attention_hidden_size output_dim projection_dim vision_output_dim projector_input_dim linear_size"),
     (HIDDEN, "projector_output_dim projector_hidden_size projection_size word_embed_proj_dim decoder_hidden_size"),
-    (HIDDEN, "hidden_dim encoder_hidden_size output_hidden_size lru_width text_hidden_size"),
-    (HEADS, "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads attention_heads"),
-    (HEADS, "linear_num_value_heads num_encoder_attention_heads num_decoder_attention_heads kv_n_heads num_kv_heads"),
+    (HIDDEN, "hidden_dim encoder_hidden_size output_hidden_size lru_width text_hidden_size emb_dim"),
+    (HEADS, "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads"),
+    (HEADS, "attention_heads linear_num_value_heads num_encoder_attention_heads num_decoder_attention_heads"),
+    (HEADS, "kv_n_heads num_kv_heads"),
     (HEADS, "index_n_heads num_experts num_local_experts n_routed_experts moe_num_experts"),
-    (2, "num_key_value_heads linear_num_key_heads num_global_key_value_heads"),
+    (2, "top_k_experts num_key_value_heads linear_num_key_heads num_global_key_value_heads"),
     (2, "num_hidden_layers n_layer n_layers num_layers depth encoder_layers decoder_layers num_encoder_layers"),
-    (2, "num_decoder_layers num_blocks num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k top_k_experts"),
-    (HEAD, "head_dim d_kv attention_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim linear_key_head_dim rotary_dim"),
-    (HEAD, "linear_value_head_dim global_head_dim swa_head_dim index_head_dim hidden_size_per_layer_input d_head"),
+    (2, "num_decoder_layers num_blocks num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k"),
+    (HEAD, "head_dim d_kv attention_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim linear_key_head_dim"),
+    (HEAD, "rotary_dim linear_value_head_dim global_head_dim swa_head_dim index_head_dim"),
+    (HEAD, "hidden_size_per_layer_input d_head"),
     (64, "intermediate_size ffn_dim n_inner ffn_hidden_size encoder_ffn_dim decoder_ffn_dim inner_dim mlp_dim d_ff"),
     (64, "intermediate_size_mlp dense_intermediate_size block_ff_dim codebook_size num_embeddings"),
     (16, "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size kv_lora_rank q_lora_rank"),
@@ -71,12 +73,12 @@ def rope(*sections: int, rotated: float = 1.0) -> dict:
 
 
 OTHER = {
-    **dict.fromkeys("axk2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_linear".split(), LATENT),
+    **dict.fromkeys(["axk2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_linear"], LATENT),
     **dict.fromkeys(("minicpm3", "youtu"), LATENT),
     "deepseek_v2": LATENT | {"n_group": 1, "topk_group": 1},
-    **dict.fromkeys(("kimi_k25", "mistral4", "glm5_next"), {"text_config": LATENT}),
-    **dict.fromkeys("glm4v glm46v glm_ocr glmga glm4v_moe".split(), {"text_config": rope(1, 1, 0, rotated=0.5)}),
-    **dict.fromkeys("qwen2_vl qwen2_5_vl qwen2_5_omni_thinker".split(), {"text_config": rope(2, 1, 1)}),
+    **{kind: {"text_config": LATENT} for kind in ("kimi_k25", "mistral4", "glm5_next")},
+    **{kind: {"text_config": rope(1, 1, 0, rotated=0.5)} for kind in "glm4v glm46v glm_ocr glmga glm4v_moe".split()},
+    **{kind: {"text_config": rope(2, 1, 1)} for kind in ["qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker"]},
     "paddleocr_vl": {"text_config": rope(2, 1, 1)},
     "ernie4_5_vl_moe": {"text_config": rope(1, 1, 2)},
     "axk1": LATENT | {"head_dim": 16},
@@ -91,8 +93,9 @@ OTHER = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_hidden_layers": 2},
     "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0,
                      "activation_sparsity_pattern": [0.0, 0.0], "intermediate_size": [64, 64]},
-    "gemma4": {"vision_config": {"model_type": "gemma4_vision", "hidden_size": 32, "intermediate_size": 64, "head_dim": 8,
-                                 "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}},
+    "gemma4": {"vision_config": {"model_type": "gemma4_vision", "hidden_size": 32, "intermediate_size": 64,
+                                 "head_dim": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
+                                 "num_key_value_heads": 2}},
     "nemotron": {"head_dim": 8},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16]},
     "granite4_vision": {"text_config": {"model_type": "granite"}},
@@ -222,16 +225,16 @@ def row(kind: str) -> str:
 
 HEADER = f"""# Models
 
-Find out whether AtomRL trains a model, and what happens to it. A test makes a tiny model of every causal and image-text
-model type of transformers, plans it, trains it for a step, saves it and loads it again. This table is what it found with
-transformers {transformers.__version__}; `make models-page` writes it anew.
+Find out whether AtomRL trains a model, and what happens to it. A test makes a tiny model of every causal and
+image-text model type of transformers, plans it, trains it for a step, saves it and loads it again. This table is what
+it found with transformers {transformers.__version__}; `make models-page` writes it anew.
 
 - **trains**: the saved folder has the same class, `architectures`, names of weights and other files as the source.
 - **tower kept**: the checkpoint has a vision tower. Training on text leaves it frozen, and it is saved bit-equal.
 - **packed rows**: rows are computed end to end, with shared prompts once. Others are padded.
 - **built-in decoder**: trained by `atomrl.models.gpt`, which is faster.
-- **refused**: with this reason, in the dry run and before weights are read. State space models and others that read only
-  their earlier tokens need no mask and train; encoder-decoders are refused.
+- **refused**: with this reason, in the dry run and before weights are read. Encoder-decoders are refused; state space
+  models train without a mask, because rows are padded on the right.
 - **not tried**: transformers cannot make a tiny model of its default config here.
 
 A type that is not in the table can be tried: `atomrl train CONFIG --dry-run` says whether it is refused.

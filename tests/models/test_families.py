@@ -11,8 +11,8 @@ TEXT = PAGE.read_text(encoding="utf-8")
 LINES = {line.split("|")[1].strip(): line for line in TEXT.splitlines() if line.count("|") == 4}
 VERSION = re.search(r"transformers (\S+);", TEXT)[1]
 QUICK = {
-    "gemma3_text", "qwen3_5_text", "qwen3_5", "llama4", "cohere", "doge", "mamba", "bert", "gemma2", "paligemma", "idefics",
-    "florence2",
+    "gemma3_text", "qwen3_5_text", "qwen3_5", "llama4", "cohere", "doge", "mamba", "bert", "gemma2", "paligemma",
+    "idefics", "florence2",
 }  # fmt: skip
 """Text twin and whole model; Llama 4, whose text model has no body of its own; scaled logits; a mask that is read; no
 attention; and a type for each reason of a refusal."""
