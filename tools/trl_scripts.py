@@ -120,7 +120,7 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("triple-preference", {"prompt": "hi", "chosen": [user("hi"), assistant("a")],
                            "rejected": [user("hi"), assistant("b")], "reference": [user("hi"), assistant("c")]}),
     ("kto", {"prompt": [user("hi")], "completion": [assistant("Hello.")], "label": True}),
-    ("descriptiveness", {"prompt": [user("hi")], "chosen": [user("hi"), assistant("a")],
+    ("descriptiveness", {"prompt": "hi", "chosen": [user("hi"), assistant("a")],
                          "rejected": [user("hi"), assistant("b")]}),
     ("dpo|pairs|binarized|preference|harmless.*dpo", PAIR | {
         "prompt": "hi", "score_chosen": 8.0, "score_rejected": 3.0, "system_prompt": "Be kind.",
@@ -164,13 +164,14 @@ def json_copy(row: dict[str, Any], number: int) -> dict[str, Any]:
     return {key: value if not isinstance(value, str) or number == 0 else f"{value} " for key, value in row.items()}
 
 
-def no_hub(models: Path, names: set[str], cache: Path) -> None:
+def no_hub(models: Path, revisions: set[str], names: set[str], cache: Path) -> None:
     """Put the tiny model under every name that a script mentions into a cache of the hub."""
     for name in names:
         folder = cache / f"models--{name.replace('/', '--')}"
         (folder / "snapshots").mkdir(parents=True, exist_ok=True)
         (folder / "refs").mkdir(exist_ok=True)
-        (folder / "refs" / "main").write_text("0" * 40)
+        for revision in revisions:
+            (folder / "refs" / revision).write_text("0" * 40)
         if not (folder / "snapshots" / ("0" * 40)).exists():
             (folder / "snapshots" / ("0" * 40)).symlink_to(models)
 
@@ -205,15 +206,17 @@ def stand_in(vision: Path) -> None:
         owner.to = lambda self, *a, _kept=kept, **k: (
             self if a and str(a[0]).startswith("cuda") else _kept(self, *a, **k)
         )
-    from transformers.models.auto import auto_factory
-
-    loaded = auto_factory._BaseAutoModelClass.from_pretrained.__func__
-    on_gpu = ("attn_implementation", "quantization_config", "device_map", "load_in_4bit", "load_in_8bit")
-    auto_factory._BaseAutoModelClass.from_pretrained = classmethod(
-        lambda cls, *a, **k: loaded(cls, *a, **{key: value for key, value in k.items() if key not in on_gpu})
-    )
     import transformers
 
+    on_gpu = ("attn_implementation", "quantization_config", "device_map", "load_in_4bit", "load_in_8bit")
+    for name in ("AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoModelForSeq2SeqLM"):
+        auto: Any = getattr(transformers, name)
+        auto.from_pretrained = classmethod(
+            lambda cls, *a, _loaded=auto.from_pretrained.__func__, **k: _loaded(
+                cls, *a, **{key: value for key, value in k.items() if key not in on_gpu}
+            )
+        )
+    loaded = transformers.AutoModelForImageTextToText.from_pretrained.__func__
     transformers.AutoModelForImageTextToText.from_pretrained = classmethod(lambda cls, *_, **__: loaded(cls, vision))
     chosen = datasets.Dataset.select
     datasets.Dataset.select = lambda self, indices, *a, **k: chosen(
@@ -232,6 +235,7 @@ def stand_in(vision: Path) -> None:
 
 
 SMALL = {
+    "max_length": 4096,  # of bytes
     "max_steps": 2, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "gradient_accumulation_steps": 1,
     "num_generations": 4, "generation_batch_size": None, "steps_per_generation": None, "max_completion_length": 8,
     "num_generations_eval": 4, "use_cpu": True, "bf16": False, "fp16": False, "response_length": 8, "max_new_tokens": 8,
@@ -266,12 +270,19 @@ def cut_short() -> None:
 
 def child(work: Path, script: Path, arguments: list[str]) -> None:
     """Run one script, in this process."""
-    texts = [script.read_text(encoding="utf-8", errors="replace"), *arguments]
+    from atomrl.trl.running import notebook_code
+
+    if script.suffix == ".ipynb":
+        texts = [notebook_code(script)[0], *arguments]
+    else:
+        texts = [script.read_text(encoding="utf-8", errors="replace"), *arguments]
     texts += [Path(each).read_text(encoding="utf-8") for each in arguments if each.endswith((".yaml", ".yml"))]
     names = set(re.findall(r"[\w.-]+/[\w.-]+", "\n".join(texts)))
     names |= set(re.findall(r"(?:model_name_or_path|model_path|model_id)\W+([\w./-]+)", "\n".join(texts)))
+    names = {name for name in names if len(name) < 100}
     names.add("EleutherAI/pythia-160m")  # PPOConfig's default
-    no_hub(work / "model", {name for name in names if not Path(name).exists()}, work / "hub")
+    revisions = {*re.findall(r"revision: ([\w.-]+)", "\n".join(texts)), "main"}
+    no_hub(work / "model", revisions, {name for name in names if not Path(name).exists()}, work / "hub")
     sys.path[:0] = [
         str(each) for each in (script.parents[2] / "src", script.parents[1] / "src", script.parent) if each.is_dir()
     ]

@@ -401,6 +401,8 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Sample no token whose probability is below this fraction of the most likely token's."""
     min_completion_tokens: int = Field(0, ge=0)
     max_completion_tokens: int = Field(256, ge=1)
     stop: tuple[str, ...] = ()
@@ -627,7 +629,7 @@ class TrainConfig(Section):
     """`adamw8bit` keeps Adam's moments in 8 bits (bitsandbytes); `paged_adamw8bit` also moves them to CPU memory when
     the GPU's is full."""
     learning_rate: float = Field(1e-6, gt=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "constant"
     warmup_ratio: float = Field(0.0, ge=0, le=1)
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """Final learning rate of `linear` and `cosine`, as a fraction of `learning_rate`."""

@@ -36,7 +36,7 @@ from atomrl.trl.inputs import (
     reward_items,
     sft_rows,
 )
-from atomrl.trl.objects import GivenModel, load_trained, quantization_of, without_new_pad
+from atomrl.trl.objects import GivenModel, load_trained, quantization_of, with_template, without_new_pad
 
 INPUTS = "inputs"
 OWN_TOKENIZER = object()
@@ -180,6 +180,10 @@ class Trainer:
         self._initial_tokenizer = tokenizer
         source = tokenizer or model
         self.tokenizer = load_tokenizer(source) if isinstance(source, str | Path) else source
+        for name in ("dtype", "torch_dtype", "quantization_config", "device_map"):  # of the model, which scripts pass too
+            getattr(self.tokenizer, "init_kwargs", {}).pop(name, None)
+        if (template := getattr(self.args, "chat_template_path", None)) is not None:
+            self.tokenizer = self._initial_tokenizer = with_template(self.tokenizer, template)
         if (without := without_new_pad(self.tokenizer, self._given.embeddings)) is not None:
             self._notes.append(f"pad_token {self.tokenizer.pad_token!r}: left out, as the model has no embedding for it")
             self.tokenizer = self._initial_tokenizer = without
