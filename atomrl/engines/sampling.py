@@ -140,9 +140,10 @@ def sample_candidates(
 
 
 def _cut(scores: Tensor, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, Tensor | None]:
-    """Apply min-p, top-k, then top-p: scores with -inf for removed tokens, and the token of each column if they are sorted.
+    """Apply min-p, top-k, then top-p.
 
-    Top-p keeps the smallest prefix whose probability, among the top k, reaches it.
+    Returns scores with -inf for removed tokens, and the token of each column if they are sorted. Top-p keeps the
+    smallest prefix whose probability, among the top k, reaches it.
     """
     width = scores.shape[-1]
     if min_p:
@@ -150,8 +151,8 @@ def _cut(scores: Tensor, top_k: int, top_p: float, min_p: float) -> tuple[Tensor
     elif not top_k and top_p >= 1:
         return scores, None
     counts = [min(top_k, width)] if top_k else [min(_TOP_P_PREFIX, width), width]
-    # Without top-k, sort the whole vocabulary only if its best few hundred do not reach top_p or min_p. The check synchronizes
-    # with the GPU, which costs far less than sorting 150,000 numbers per row and holding them twice.
+    # Without top-k, sort the whole vocabulary only if its best few hundred do not reach top_p or min_p. The check
+    # synchronizes with the GPU, which costs far less than sorting 150,000 numbers per row and holding them twice.
     for count in counts:
         values, order = scores.topk(count, dim=-1)
         cumulated = (values - (values if top_k else scores).logsumexp(-1, keepdim=True)).exp().cumsum(-1)

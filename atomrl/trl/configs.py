@@ -109,7 +109,8 @@ OWN: Mapping[str, Mapping[str, tuple[str, Any]]] = {
         "normalize_advantages": ("bool", False), "reward_clip_range": (_NUMBERS, None),
     },
     "online_dpo": {
-        **_DISABLED, **_VLLM, "remove_unused_columns": ("bool | None", False), "reward_model_path": ("str | None", None),
+        **_DISABLED, **_VLLM, "remove_unused_columns": ("bool | None", False),
+        "reward_model_path": ("str | None", None),
         "max_new_tokens": ("int", 64), "max_length": ("int", 512), "temperature": ("float", 0.9),
         "top_p": ("float", 1.0), "top_k": ("int", 0), "min_p": ("float | None", None),
         "repetition_penalty": ("float", 1.0), "generation_kwargs": (_DICT, None),

@@ -63,7 +63,8 @@ REFUSED = {
 }
 """Arguments of TRL's trainers that change training and have no counterpart -> what to use."""
 IDLE = frozenset({
-    "compute_metrics", "preprocess_logits_for_metrics", "ref_model_init_kwargs", "model_adapter_name", "ref_adapter_name", "force_use_ref_model", "infinite",
+    "compute_metrics", "preprocess_logits_for_metrics", "ref_model_init_kwargs", "model_adapter_name",
+    "ref_adapter_name", "force_use_ref_model", "infinite",
 })  # fmt: skip
 """Arguments of TRL's trainers that do not change what is trained."""
 
@@ -180,12 +181,15 @@ class Trainer:
         self._initial_tokenizer = tokenizer
         source = tokenizer or model
         self.tokenizer = load_tokenizer(source) if isinstance(source, str | Path) else source
-        for name in ("dtype", "torch_dtype", "quantization_config", "device_map"):  # of the model, which scripts pass too
+        # scripts load it with the model's arguments, which its files cannot hold
+        for name in ("dtype", "torch_dtype", "quantization_config", "device_map"):
             getattr(self.tokenizer, "init_kwargs", {}).pop(name, None)
         if (template := getattr(self.args, "chat_template_path", None)) is not None:
             self.tokenizer = self._initial_tokenizer = with_template(self.tokenizer, template)
         if (without := without_new_pad(self.tokenizer, self._given.embeddings)) is not None:
-            self._notes.append(f"pad_token {self.tokenizer.pad_token!r}: left out, as the model has no embedding for it")
+            self._notes.append(
+                f"pad_token {self.tokenizer.pad_token!r}: left out, as the model has no embedding for it"
+            )
             self.tokenizer = self._initial_tokenizer = without
         self._model: Any = None if self._given.is_name else model
         self._callbacks, self._events = split_callbacks(callbacks or ())
@@ -262,7 +266,9 @@ class Trainer:
     @property
     def _named_quantization(self) -> str | None:
         settings = getattr(self.args, "model_init_kwargs", None)
-        return quantization_of(settings.get("quantization_config"), self._notes) if isinstance(settings, Mapping) else None
+        return (
+            quantization_of(settings.get("quantization_config"), self._notes) if isinstance(settings, Mapping) else None
+        )
 
     def _read_rows(self, train: Any, held_out: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
         if train is None:

@@ -124,7 +124,7 @@ def test_a_dry_run_and_the_config_stop_where_the_script_would_train(place, capfd
 
 BAD = {
     "another trainer": ("from trl import BCOTrainer", 2, r"train.py:1: AtomRL has no BCOTrainer .*loss_type='bco'"),
-    "a part of a trainer": ("from trl import GKDConfig\nGKDConfig('o')", 2, "train.py:2: .*lmbda=0.5 has no counterpart"),
+    "a part of a trainer": ("from trl import GKDConfig\nGKDConfig('o')", 2, "train.py:2: .*lmbda=0.5 has no count"),
     "an experimental one": ("from trl.experimental.nash_md import NashMDTrainer", 2, "no NashMDTrainer of TRL"),
     "no training": ("import trl", 0, ""),
     "an exit": ("import trl, sys; sys.exit(3)", 3, ""),
@@ -220,7 +220,10 @@ class Hub(BaseHTTPRequestHandler):
         address = f"http://127.0.0.1:{self.server.server_port}/me/tiny"
         answer = {"url": address}
         if self.path.endswith("/preupload/main"):
-            files = [{"path": one["path"], "uploadMode": "regular", "shouldIgnore": False} for one in json.loads(body)["files"]]
+            files = [
+                {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for one in json.loads(body)["files"]
+            ]
             answer = {"files": files}
         elif "/commit/" in self.path:
             lines = [json.loads(line) for line in body.splitlines()]
