@@ -20,7 +20,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -387,7 +387,8 @@ def run_file(checkouts: Path, entry: str, given: list[str], work: Path) -> tuple
     errors = [
         line for line in lines if re.match(r"(atomrl|error|[\w.]*(Error|Exception|Interrupt|Exit))\b.*:", line.strip())
     ]
-    return ("after training" if steps >= 2 else "failed"), (errors or lines or [""])[-1].strip()[:220]
+    reason = (errors or lines or [""])[-1].strip()[:220]
+    return ("after training" if steps >= 2 else "refused" if reason.startswith("error:") else "failed"), reason
 
 
 def main() -> None:
@@ -407,18 +408,43 @@ def main() -> None:
     if not (given.work / "model" / "config.json").exists():
         make_vision_model(make_model(given.work / "model"), given.work / "vision")
     entries = [line.split("#")[0].strip() for line in given.list.read_text(encoding="utf-8").splitlines()]
-    rows, counts = ["| file | result | reason |", "|---|---|---|"], Counter[str]()
+    results: list[tuple[str, str, str]] = []
     for line in filter(None, entries):
         entry, *arguments = line.split(" ") if " --" in line else [line]
         if any(part in entry for part in given.only):
             result, reason = run_file(given.checkouts, entry, arguments, given.work)
-            counts[result] += 1
-            rows.append(f"| {entry} | {result} | {reason.replace('|', '/')} |")
-            print(rows[-1], flush=True)
-    rows.append("\n" + ", ".join(f"{result}: {count}" for result, count in counts.most_common()))
-    print(rows[-1])
+            results.append((entry, result, reason.replace(f"{given.checkouts}/", "")))
+            print(row(results[-1]), flush=True)
+    print(Counter(result for _, result, _ in results))
     if given.out:
-        given.out.write_text("\n".join(rows) + "\n", encoding="utf-8")
+        given.out.write_text(page(results), encoding="utf-8")
+
+
+def row(cells: Sequence[object]) -> str:
+    """Return a row of a table."""
+    return f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |"
+
+
+def page(results: Sequence[tuple[str, str, str]]) -> str:
+    """Return the page of the results: a count by repository, and each file with its reason."""
+    counts = Counter((entry.partition("/")[0], result) for entry, result, _ in results)
+    kinds = ("ran", "refused", "failed")
+    counted = []
+    for repository in dict.fromkeys(entry.partition("/")[0] for entry, _, _ in results):
+        of_kind = [counts[repository, kind] for kind in kinds[:2]]
+        files = sum(count for (name, _), count in counts.items() if name == repository)
+        counted.append([repository, files, *of_kind, files - sum(of_kind)])
+    counted.append(["all", *(sum(column) for column in zip(*(line[1:] for line in counted), strict=True))])
+    files = [row([f"`{entry}`", result, reason]) for entry, result, reason in results]
+    return "\n".join([
+        "# Public scripts through `atomrl run`", "",
+        "Written by `tools/trl_scripts.py`. Each file runs unchanged on a CPU; its models are tiny ones with random",
+        "weights, its data sets made-up rows with the same columns, and a training is cut to two steps. *ran*: both",
+        "steps, and on to its end; *refused*: AtomRL's error before training; *failed*: its own error, mostly a package,",
+        "a file or a service that is not there, or no training at all.", "",
+        row(["repository", "files", *kinds]), "|---|---|---|---|---|", *map(row, counted), "",
+        row(["file", "result", "reason"]), "|---|---|---|", *files, "",
+    ])  # fmt: skip
 
 
 if __name__ == "__main__":
