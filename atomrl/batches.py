@@ -16,11 +16,23 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from atomrl.common.threads import to_device
-from atomrl.types import RaggedIds
+from atomrl.types import Image, RaggedIds
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RowImages:
+    """The pictures of each row, in the order of their tokens: references, as pixels would take gigabytes."""
+
+    rows: tuple[tuple[Image, ...], ...]
+    """[B]"""
+
+    def select(self, index: Tensor) -> RowImages:
+        """Select the rows at `index`."""
+        return RowImages(tuple(self.rows[row] for row in index.tolist()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +106,8 @@ class RowBatch:
     were dropped from the model's context; each of its tokens is trained on in exactly one row."""
     recorded: Tensor | None = None
     """[B] int64: index of the row among those whose tokens are recorded; -1: not recorded. None: no row is."""
+    images: RowImages | None = None
+    """Pictures of the rows; None: no row has any."""
     rollout: RolloutFields = field(default_factory=RolloutFields)
     """Fields of sampled rows; all None for rows of a data set."""
     preference: PreferenceFields = field(default_factory=PreferenceFields)
@@ -170,7 +184,7 @@ def map_fields(rows: Fields, change: Callable[[str, Any], Any]) -> Fields:
     """Return the rows with `change(name, value)` for each tensor, those of `rollout` and `preference` included.
 
     Args:
-        change: receives a `Tensor` or `RaggedIds`, never None.
+        change: receives a `Tensor`, `RaggedIds` or `RowImages`, never None.
     """
     changes: dict[str, Any] = {}
     for name, value in vars(rows).items():
@@ -243,6 +257,8 @@ def concat_turns(rows: Rows) -> Rows:
     def concatenated(name: str, value: Any) -> Any:
         if isinstance(value, RaggedIds):
             return None
+        if isinstance(value, RowImages):
+            return value.select(first)
         if value.dim() == 2:
             flat = value.new_zeros(len(lengths) * int(lengths.max()))
             return flat.index_copy(0, positions, value[inside]).view(len(lengths), -1)
@@ -299,7 +315,7 @@ def batch_to_device(rows: Rows, device: torch.device) -> Rows:
     def copied(name: str, value: Any) -> Any:
         if isinstance(value, RaggedIds):
             return RaggedIds(to_device(value.counts, device), to_device(value.ids, device))
-        return value if name in ON_THE_HOST else to_device(value, device)
+        return value if name in ON_THE_HOST or isinstance(value, RowImages) else to_device(value, device)
 
     return map_fields(rows, copied)
 
@@ -311,6 +327,8 @@ def select_rows(batch: Rows, index: Tensor) -> Rows:
     def selected(name: str, value: Any) -> Any:
         if isinstance(value, RaggedIds):
             return value.select(index, longest)
+        if isinstance(value, RowImages):
+            return value.select(index)
         return value[index, :longest] if value.dim() == 2 else value[index]
 
     return map_fields(batch, selected)

@@ -126,6 +126,31 @@ class Message(TypedDict):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Image:
+    """A picture of a row: a reference, never its pixels.
+
+    Example:
+        >>> Image(name="9f86d0.png", height=20, width=30, folder="runs/a/images").path
+        'runs/a/images/9f86d0.png'
+    """
+
+    name: str
+    """SHA-256 of the file's bytes, and the suffix of its format. Pictures of one name are the same."""
+    height: int
+    """Height and width in pixels, turned as EXIF says."""
+    width: int
+    source: str = field(default="", compare=False)
+    """Where it came from: a path, or the place of the row that contains it."""
+    folder: str = field(default="", compare=False)
+    """Folder of the run's pictures."""
+
+    @property
+    def path(self) -> str:
+        """Path of the file in the run's folder."""
+        return f"{self.folder}/{self.name}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Problem:
     """One problem: a row of the data set, before tokenization.
 
@@ -141,6 +166,8 @@ class Problem:
     data_source: str = "default"
     columns: Mapping[str, Any] = field(default_factory=dict)
     """All other columns of the row; rewards receive them by name."""
+    images: tuple[Image, ...] = ()
+    """Pictures, one for each `<image>` in the prompt (and in the later messages of a demonstration), in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,6 +297,8 @@ class GenerationRequest:
     seed: int
     problem: Problem | None = None
     """The problem, for an environment."""
+    images: tuple[Image, ...] = ()
+    """Pictures of the prompt, in the order of their tokens."""
     keep_cache: bool = False
     """Another request may continue this one, so the engine may keep its KV cache."""
     continues: str | None = None

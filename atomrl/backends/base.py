@@ -5,7 +5,6 @@ micro-batches when memory runs out. A subclass decides where weights are stored:
 saved, and sent to an engine. `LocalBackend` stores them on one device.
 """
 
-import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -55,6 +54,7 @@ from atomrl.models.older_readers import make_readable
 from atomrl.models.reward_model import HFScalar, Reader, ScalarModel, load_scalar, save_scalar
 from atomrl.models.shapes import text_config
 from atomrl.models.transformers_model import HFModel
+from atomrl.models.vision import Patches, Vision
 from atomrl.protocols import (
     Algorithm,
     Distributions,
@@ -68,6 +68,7 @@ from atomrl.protocols import (
     WeightUpdate,
     needs_teacher,
 )
+from atomrl.tracking.checkpoint_format import OPTIMIZER, RANDOM, STATE_FOLDER, Counts, is_sharded, read_counts
 
 # --------------------------------------------------------------------------------------------------------------------
 # The models of a training run by role: policy, reference, critic, teacher, reward model.
@@ -155,17 +156,6 @@ def check_forward_mode(policy: Role, device: torch.device) -> None:
 # Load the model of a role from a folder, and save it.
 
 log = logging.getLogger(__name__)
-STATE_FOLDER, SHARDS = "training_state", "shards"
-"""A subfolder, so that a server that loads every *.safetensors of the checkpoint does not load optimizer state."""
-
-
-def check_shards(folder: Path) -> None:
-    """Raise ConfigError if a checkpoint was not written by several ranks."""
-    if not (folder / STATE_FOLDER / SHARDS).is_dir():
-        raise ConfigError(
-            f"{folder} has no {STATE_FOLDER}/{SHARDS}: it is not a checkpoint of several ranks; resume without the "
-            "section backend, or start a new run from its model"
-        )
 
 
 def load_role(
@@ -195,6 +185,7 @@ def load_role(
             text_config(model.config).pad_token_id = Reader(tokenizer, shape, path).pad_token_id(shape)
     else:
         quantization = config.quantization if trained else None
+        common["freeze_vision"] = config.freeze_vision
         model = load_policy(path, lora=config.lora if trained else None, quantization=quantization, **common)
     model.pack_rows = config.pack_rows
     if config.pack_rows and isinstance(model, HFModel) and not model.streams:
@@ -411,6 +402,7 @@ class BaseBackend(ABC):
         seed: seed of the adapters' initial weights and of dropout.
         roles: load only these models, because other back ends have the rest; None: load all.
         collective: collective operations of the ranks; None: a single process.
+        images: reads the patches of pictures; None: rows have none.
 
     Raises:
         ConfigError: a model does not exist, cannot be trained, or lacks a forward-mode derivative that the algorithm
@@ -432,6 +424,7 @@ class BaseBackend(ABC):
         seed: int = 0,
         roles: Collection[RoleName] | None = None,
         collective: Collective | None = None,
+        images: Patches | None = None,
     ) -> None:
         self.device, self.collective = torch.device(device), collective or Collective()
         check_launcher(self.collective.world)
@@ -464,6 +457,8 @@ class BaseBackend(ABC):
                     rate = critic.learning_rate if name == "critic" else train.learning_rate
                     optimizer = self.make_optimizer(name, loaded, rate, total_updates)
                 self.roles[name] = Role(loaded, optimizer)
+        for role in self.roles.values() if images else ():
+            role.model.vision = Vision(role.model.inner, images)
         self.trained = {name: role.optimizer for name, role in self.roles.items() if role.optimizer}
         self.policy = next(iter(self.roles.values()))
         """The policy or the reward model; in a back end with neither, its first model."""
@@ -674,7 +669,8 @@ class BaseBackend(ABC):
                 if "values" in wanted:
                     outputs["values"] = model.values(tokens, mask, micro.prompt_lengths)
                 if not outputs.keys() >= wanted:
-                    states, own = states_before(model, tokens, mask, micro.prompt_lengths)
+                    images = () if micro.images is None or not any(micro.images.rows) else micro.images.rows
+                    states, own = states_before(model, tokens, mask, micro.prompt_lengths, images)
                 if "logprobs" in wanted or "entropy" in wanted:
                     candidates = micro.rollout.candidates
                     lists = (None, None) if candidates is None else (candidates.ids, candidates.counts)
@@ -707,6 +703,15 @@ class BaseBackend(ABC):
         progress()
         return select_rows(rows, index) if len(index) else zero_weight_row(rows)
 
+    def _costs(self, rows: RowBatch) -> Tensor:
+        """Return [B] what each row counts in the budget of a micro-batch: its tokens; with a trained vision tower,
+        whose activations are kept, also its patches."""
+        vision = getattr(self.policy.model, "vision", None)
+        if rows.images is None or vision is None or not vision.trained:
+            return rows.lengths
+        patches = [sum(vision.read.patches(image) for image in row) for row in rows.images.rows]
+        return rows.lengths + torch.tensor(patches)
+
     def _in_micro_batches(
         self, rows: RowBatch, unit: RowUnit, compute: Callable[[list[Tensor]], Result], gradient: bool = True
     ) -> Result:
@@ -726,8 +731,8 @@ class BaseBackend(ABC):
             if units is None and self.policy.model.shares_prompts:
                 # Keep the rows of a group together, so that their prompt is computed once.
                 rows_per_piece = min(max_rows or rows.rows, -(-rows.rows // replicas))
-                units = group_pieces(rows.lengths, rows.group_ids, tokens, rows_per_piece)
-            split = micro_batches(rows.lengths, units, tokens, max_rows, replicas)
+                units = group_pieces(self._costs(rows), rows.group_ids, tokens, rows_per_piece)
+            split = micro_batches(self._costs(rows), units, tokens, max_rows, replicas)
             mine = split[replica::replicas]
             mine += [torch.tensor([], dtype=torch.long)] * (self.collective.max(len(mine)) - len(mine))
             # `round_once` lets micro-batches share one rounded copy of the weights.
@@ -834,15 +839,14 @@ class LocalBackend(BaseBackend):
         state.mkdir(parents=True, exist_ok=True)
         for name, optimizer in self.trained.items():
             save_role(name, self.roles[name].model, self.tokenizer, folder)
-            save_file(optimizer.state(), state / f"{role_prefix(name, '_')}optimizer.safetensors")
+            save_file(optimizer.state(), state / f"{role_prefix(name, '_')}{OPTIMIZER}")
         random = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.device)
         own = role_prefix(next(iter(self.trained)), "_")
-        save_file(random, state / f"{own}random.safetensors")
+        save_file(random, state / f"{own}{RANDOM}")
         skipped = {name: optimizer.skipped_in_a_row for name, optimizer in self.trained.items()}
-        text = json.dumps({"updates": self.updates, "skipped_in_a_row": skipped}) + "\n"
-        (state / f"{own}trainer.json").write_text(text, encoding="utf-8")
+        Counts(self.updates, skipped).write(state, own)
 
     def load(self, folder: Path) -> None:
         """Resume exactly from `save`, or within rounding from a checkpoint of several ranks.
@@ -854,18 +858,13 @@ class LocalBackend(BaseBackend):
         """
         from safetensors.torch import load_file
 
-        state = folder / STATE_FOLDER
-        if (state / SHARDS).is_dir():
+        if is_sharded(folder):
             from atomrl.backends.checkpoints import load_shards  # imported here, because it takes half a second
 
             self.updates = load_shards(self.trained, self.collective, folder)
             return
-        if not (state / "trainer.json").is_file():
-            raise ConfigError(f"{folder} has no {STATE_FOLDER}/trainer.json: it is not a checkpoint of this back end")
-        trainer = json.loads((state / "trainer.json").read_text(encoding="utf-8"))
-        skipped = trainer["skipped_in_a_row"]
-        if (separate := state / "critic_trainer.json").is_file():
-            skipped |= json.loads(separate.read_text(encoding="utf-8"))["skipped_in_a_row"]
+        counts, state = read_counts(folder), folder / STATE_FOLDER
+        skipped = counts.skipped_in_a_row
         missing, unknown = self.trained.keys() - skipped.keys(), skipped.keys() - self.trained.keys()
         if missing or (unknown and self.loaded_roles is None):
             raise ConfigError(f"checkpoint {folder} was written with{'' if 'critic' in skipped else 'out'} a critic")
@@ -873,11 +872,11 @@ class LocalBackend(BaseBackend):
             model = self.roles[name].model
             own = adapter_state(model) if has_adapters(model) else dict(model_weights(model))
             fill_weights(own, folder / role_prefix(name))
-            optimizer.load(load_file(state / f"{role_prefix(name, '_')}optimizer.safetensors"), self.device)
+            optimizer.load(load_file(state / f"{role_prefix(name, '_')}{OPTIMIZER}"), self.device)
             optimizer.skipped_in_a_row = skipped[name]
-        saved = state / f"{role_prefix(next(iter(self.trained)), '_')}random.safetensors"
-        random = load_file(saved if saved.is_file() else state / "random.safetensors")
+        saved = state / f"{role_prefix(next(iter(self.trained)), '_')}{RANDOM}"
+        random = load_file(saved if saved.is_file() else state / RANDOM)
         torch.set_rng_state(random["cpu"])
         if "cuda" in random:
             torch.cuda.set_rng_state(random["cuda"], self.device)
-        self.updates = trainer["updates"]
+        self.updates = counts.updates

@@ -48,6 +48,7 @@ from atomrl.models.loading import compute_dtype, model_weights
 from atomrl.models.lora import adapter_weights, has_adapters, is_adapter
 from atomrl.models.memory import BESIDE, FLOAT32, SHARDED, Sizes, adapters_of_rank, ends, layer_count, uncut
 from atomrl.models.reward_model import HFScalar
+from atomrl.models.shapes import language_model, tower_weights
 from atomrl.protocols import Algorithm, ModelInput, WeightUpdate
 
 # Outputs are views of a layer's output if there is no padding. That is safe, because nothing writes into them.
@@ -186,7 +187,10 @@ class FSDPBackend(BackgroundCheckpoints):
 
     def _shard(self, model: nn.Module, precision: MixedPrecisionPolicy) -> None:
         offload = CPUOffloadPolicy() if self.settings.cpu_offload else OffloadPolicy()
-        lists = (child for child in model.modules() if isinstance(child, nn.ModuleList) and len(child))
+        inner = getattr(model, "inner", None)
+        has_tower = inner is not None and bool(tower_weights(inner))  # the tower stays with the root
+        decoder: nn.Module = language_model(inner)[1] if has_tower else model
+        lists = (child for child in decoder.modules() if isinstance(child, nn.ModuleList) and len(child))
         mesh = self.mesh["shard"] if self.settings.tensor > 1 else self.mesh
         for module in (*next(lists, ()), model):
             fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)

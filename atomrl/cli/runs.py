@@ -190,7 +190,8 @@ def format_full(row: dict[str, Any]) -> str:
         prompt = "\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in prompt if isinstance(turn, dict))
     episode = row.get("episode")
     completion = row.get("completion") if episode is None else by_turn(episode, whole=True).plain
-    texts = [f"{prompt}", "->", f"{completion}", f"ground truth: {row.get('ground_truth')}"]
+    pictures = [f"picture: {name}" for name in row.get("images") or ()]
+    texts = [f"{prompt}", *pictures, "->", f"{completion}", f"ground truth: {row.get('ground_truth')}"]
     return printable("\n".join([head, *texts, ", ".join(f"{key} {value}" for key, value in numbers.items())]))
 
 

@@ -1,19 +1,20 @@
 """Columns and keys that LLaMA-Factory, TRL, axolotl, ms-swift and ShareGPT give a meaning in a conversation.
 
 A row is trained as given: such a column is used, or the row is refused. The system prompt becomes the first message
-(`with_system`); a history or a further conversation must be part of what is used, pictures and weights of rows are
-refused (`check_used`); weights of messages select what is trained (`message_weight`).
+(`with_system`); a history or a further conversation must be part of what is used, and weights of rows are refused
+(`check_used`); weights of messages select what is trained (`message_weight`); pictures have their places in the prompt
+(`with_places`), and are refused where the model reads text alone.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from atomrl.common.chat_template import SET_HERE
 from atomrl.data.files import DataError
-from atomrl.types import Message
+from atomrl.types import Image, Message
 
 SYSTEM = ("system", "system_prompt", "system_message", "system_instruction")
 """Columns with a system prompt."""
@@ -25,6 +26,8 @@ MEDIA = (
     "image", "images", "image_path", "image_url", "image_urls", "pixel_values", "video", "videos", "audio", "audios",
 )  # fmt: skip
 """Columns with pictures, films or sound."""
+IMAGES, PLACE = "images", "<image>"
+"""Column with the pictures of a row that `ImageStore.row` has read; the place of a picture in a prompt."""
 WEIGHTS = ("weight", "train", "training", "trainable", "loss", "loss_mask", "loss_weight")
 """Keys of a message that say whether it is trained."""
 ROW_WEIGHTS = (*WEIGHTS, "sample_weight")
@@ -85,6 +88,55 @@ def template_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in given.items() if value is not None}  # null: another row has the key
 
 
+def images_of(row: Mapping[str, Any]) -> tuple[Image, ...]:
+    """Return the pictures of a row that `ImageStore.row` has read; none where the model reads text alone."""
+    value = row.get(IMAGES)
+    return value if isinstance(value, tuple) else ()
+
+
+def count_places(prompt: str | Iterable[Message]) -> int:
+    """Count the places of pictures in a prompt, without those that the assistant writes."""
+    if isinstance(prompt, str):
+        return prompt.count(PLACE)
+    return sum(message["content"].count(PLACE) for message in prompt if message["role"] != "assistant")
+
+
+def with_places(
+    prompt: str | tuple[Message, ...], images: Sequence[Image], later: Iterable[Message] = ()
+) -> str | tuple[Message, ...]:
+    """Return a prompt with a place, `<image>`, for each picture. Without any place, pictures come before the text of
+    the first user message.
+
+    Args:
+        later: messages of others after the assistant's first one, which may have places too.
+
+    Raises:
+        DataError: there are more or fewer places than pictures, or no user message.
+
+    Example:
+        >>> with_places("How many?", [Image(name="a.png", height=2, width=2)])
+        '<image>How many?'
+    """
+    if not images:
+        return prompt
+    if prompt == "":
+        raise DataError("a row of text alone cannot have pictures: write it as messages")
+    if found := count_places(prompt) + count_places(later):
+        if found != len(images):
+            raise DataError(
+                f"the prompt has {found} places of pictures ({PLACE}), and the row {len(images)} pictures: "
+                "there must be one for each, in order"
+            )
+        return prompt
+    if isinstance(prompt, str):
+        return PLACE * len(images) + prompt
+    first = next((place for place, message in enumerate(prompt) if message["role"] == "user"), None)
+    if first is None:
+        raise DataError("the row has pictures, but its prompt no user message to put them into")
+    changed = Message(**{**prompt[first], "content": PLACE * len(images) + prompt[first]["content"]})  # type: ignore[typeddict-item]
+    return (*prompt[:first], changed, *prompt[first + 1 :])
+
+
 def check_used(
     row: Mapping[str, Any],
     used: Iterable[str],
@@ -105,15 +157,19 @@ def check_used(
     """
     given = [*(() if isinstance(prompt, str) else prompt), *later]
     messages = [*([prompt] if isinstance(prompt, str) else ()), *(message["content"] for message in given)]
+    images = images_of(row)
     for text in messages:
-        if found := _PLACEHOLDER.search(text):
+        if found := _PLACEHOLDER.search(text.replace(PLACE, "") if images else text):
+            if images:
+                raise DataError(f"the prompt has {found[0]}; write {PLACE} where a picture is")
             raise DataError(
                 f"the prompt has {found[0]}, the place of a picture, a film or sound, and the run reads text alone: "
                 "remove it, or the row"
             )
     holders = [("column", row), *(("key", message) for message in given)]
     for what, holder in holders:
-        if name := next((name for name in MEDIA if name not in used and _filled(holder.get(name))), None):
+        others = (name for name in MEDIA if name not in used and not (images and name == IMAGES))
+        if name := next((name for name in others if _filled(holder.get(name))), None):
             raise DataError(
                 f"{what} {name!r} has pictures, films or sound, and the run reads text alone: remove the {what} if "
                 "the text can be understood without it, or the row"

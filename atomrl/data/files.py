@@ -68,6 +68,8 @@ class RawRow:
     row: dict[str, Any] | None
     error: str | None = None
     """Why the row is invalid; None if it is valid."""
+    folder: str = ""
+    """Folder of its file, from which relative paths in it are read."""
 
 
 def read_rows(path: str | Path) -> Iterator[RawRow]:

@@ -17,7 +17,16 @@ from numpy.typing import NDArray
 
 from atomrl.common.chat_template import closing_tag, thought_opening, token_ids, tokenize_continuation
 from atomrl.common.errors import reraise_as
-from atomrl.data.columns import TEMPLATE_KWARGS, check_used, template_kwargs, with_system
+from atomrl.data.columns import (
+    PLACE,
+    TEMPLATE_KWARGS,
+    check_used,
+    count_places,
+    images_of,
+    template_kwargs,
+    with_places,
+    with_system,
+)
 from atomrl.data.conversations import (
     ConversationWriter,
     Piece,
@@ -45,7 +54,7 @@ from atomrl.data.problems import (
     check_tools,
     missing,
 )
-from atomrl.types import Message, Problem
+from atomrl.types import Image, Message, Problem
 
 if TYPE_CHECKING:
     from atomrl.batches import RowBatch
@@ -121,8 +130,9 @@ def _conversation_column(row: Mapping[str, Any]) -> str | None:
 def _sample(
     place: str, row: Mapping[str, Any], used: Sequence[str], prompt: PromptContent, completions: Scored
 ) -> Problem:
-    prompt = with_system(row, prompt)
     messages = [turn for turns, _ in completions if not isinstance(turns, str) for turn in turns]
+    images = images_of(row)
+    prompt = with_system(row, with_places(prompt, images, messages))
     shown = [turns for turns, _ in completions if isinstance(turns, str)]
     shown += [str(dict(turn)[name]) for turn in messages for name in content_fields(turn)]
     given = [turn for turn in messages if turn["role"] != "assistant"]  # in a conversation's later turns
@@ -132,7 +142,7 @@ def _sample(
         tools = tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in tools)
     columns = {COMPLETIONS: completions} | ({TOOLS: tools} if tools else {})
     columns |= {TEMPLATE_KWARGS: variables} if (variables := template_kwargs(row)) else {}
-    return Problem(problem_id=place, prompt=prompt, ground_truth=None, columns=columns)
+    return Problem(problem_id=place, prompt=prompt, ground_truth=None, columns=columns, images=images)
 
 
 def demonstrated(
@@ -437,6 +447,8 @@ class Example(NamedTuple):
     """1: chosen or good; -1: rejected or bad; 0: no preference."""
     margin: float = 0.0
     """Score of the chosen completion of the pair minus that of the rejected one."""
+    images: tuple[Image, ...] = ()
+    """Pictures of the row, in the order of their tokens."""
 
     @property
     def prompt_length(self) -> int:
@@ -475,7 +487,7 @@ def rows_from_tokens(
     import torch  # here, so that `atomrl data check` need not load it
     from torch.nn.utils.rnn import pad_sequence
 
-    from atomrl.batches import PreferenceFields, RowBatch
+    from atomrl.batches import PreferenceFields, RowBatch, RowImages
 
     examples = [(place, example, False) for place, group in enumerate(groups) for example in group]
     if mismatched:
@@ -485,7 +497,7 @@ def rows_from_tokens(
             prompt = own.tokens[: own.prompt_length].tolist()
             for other in others:
                 swapped = demonstration(prompt, other.tokens[other.prompt_length :].tolist())
-                examples.append((len(examples), swapped, True))
+                examples.append((len(examples), swapped._replace(images=own.images), True))
     rows = [torch.from_numpy(example.tokens[:max_row_tokens]).long() for _, example, _ in examples]
     learned = [torch.from_numpy(example.learned[:max_row_tokens]) for _, example, _ in examples]
     tokens, loss_mask = pad_sequence(rows, batch_first=True), pad_sequence(learned, batch_first=True)
@@ -506,6 +518,9 @@ def rows_from_tokens(
         prompt_lengths=torch.tensor([example.prompt_length for _, example, _ in examples]),
         group_ids=torch.tensor([group for group, _, _ in examples]),
         rewards=torch.zeros(len(examples)),
+        images=RowImages(tuple(example.images for _, example, _ in examples))
+        if any(example.images for _, example, _ in examples)
+        else None,
         truncated=torch.tensor([len(one.tokens) > len(row) for row, (_, one, _) in zip(rows, examples, strict=True)]),
         preference=preference,
     )
@@ -522,6 +537,8 @@ def untrainable(group: Sequence[Example], max_row_tokens: int | None) -> str | N
     """
     if not all(example.learned[1:max_row_tokens].any() for example in group):
         return "have no token to train on"
+    if max_row_tokens is not None and any(one.images and len(one.tokens) > max_row_tokens for one in group):
+        return "have pictures and would be cut"
     rows = [example.tokens[:max_row_tokens] for example in group]
     if len(rows) == 2 and np.array_equal(rows[0], rows[1]):
         return "are the same tokens, chosen and rejected"
@@ -708,14 +725,13 @@ class TokenizedSamples:
             for (turns, _), label in zip(group, labels, strict=True):
                 if prompt is not None:
                     rows.append((place, turns, self._pieces(problem, prompt, turns), label, margin))
-        texts = [items[place][1].prompt == "" for place, *_ in rows]
-        encoded = iter(self._ids([pieces for _, _, pieces, _, _ in rows], texts))
+        encoded = iter(self._ids([(items[place][1], pieces) for place, _, pieces, _, _ in rows]))
         examples: list[list[Example]] = [[] for _ in items]
         for place, turns, pieces, label, margin in rows:
             (_, problem), prompt = items[place], prompts[place]
             parts = [next(encoded) for _ in pieces]
             if not pieces[0].trained:  # a conversation: its first piece is the prompt
-                prompt, pieces, parts = self._processor.cut(parts[0]), pieces[1:], parts[1:]
+                prompt, pieces, parts = self._processor.cut(parts[0], problem), pieces[1:], parts[1:]
             if prompt is None:
                 continue
             trained = [piece.trained for piece, part in zip(pieces, parts, strict=True) for _ in part]
@@ -727,7 +743,7 @@ class TokenizedSamples:
             whole = self._train_on == "all" or (self._train_on == "conversations" and problem.columns.get(CONVERSATION))
             trained = [True] * len(trained) if whole else trained
             mask = np.array([whole] * len(prompt) + trained, dtype=np.bool_)
-            examples[place].append(Example(tokens, mask, label, margin))
+            examples[place].append(Example(tokens, mask, label, margin, problem.images))
         return examples
 
     def _writer_of(self, kwargs: Mapping[str, Any]) -> ConversationWriter:
@@ -800,13 +816,24 @@ class TokenizedSamples:
             "if the template supports that"
         )
 
-    def _ids(self, rows: Sequence[Sequence[Piece]], texts: Sequence[bool]) -> list[list[int]]:
+    def _ids(self, rows: Sequence[tuple[Problem, Sequence[Piece]]]) -> list[list[int]]:
         """Encode each piece of each row. The first piece begins a text if it is the prompt (not trained) or the row is
-        one of `texts`; all others follow a text."""
-        tokenizer = self._processor.tokenizer
+        one of text alone; all others follow a text."""
+        processor, tokenizer = self._processor, self._processor.tokenizer
         items: list[tuple[str, str]] = []
-        for pieces, is_text in zip(rows, texts, strict=True):
+        shown: list[tuple[Sequence[Image], str]] = []
+        """Pictures of each piece, and the name of its row."""
+        for problem, unmarked in rows:
+            is_text, pictures = problem.prompt == "", problem.images
+            if unmarked[0].trained:  # behind the prompt
+                pictures = pictures[count_places(problem.prompt) :]
+            pieces = [
+                piece if piece.trained else Piece(processor.marked(piece.text, problem), False) for piece in unmarked
+            ]
             for number, (text, trained) in enumerate(pieces):
+                count = 0 if trained else unmarked[number].text.count(PLACE)
+                shown.append((pictures[:count], problem.problem_id))
+                pictures = pictures[count:]
                 before = (
                     None
                     if is_text and not number
@@ -823,9 +850,8 @@ class TokenizedSamples:
         options: dict[str, Any] = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
         encoded = tokenizer(joined, add_special_tokens=False, **options)["input_ids"] if joined else []
         ids_by_piece: list[list[int]] = []
-        for (text, before), ids in zip(items, encoded, strict=True):
+        for (text, before), ids, (pictures, place) in zip(items, encoded, shown, strict=True):
             front = fronts[before]
-            ids_by_piece.append(
-                ids[len(front) :] if ids[: len(front)] == front else tokenize_continuation(tokenizer, text, before)
-            )
+            own = ids[len(front) :] if ids[: len(front)] == front else tokenize_continuation(tokenizer, text, before)
+            ids_by_piece.append(processor.expanded(own, pictures, place))
         return ids_by_piece

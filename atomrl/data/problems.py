@@ -23,16 +23,27 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from atomrl.common.chat_template import FOREIGN_MARK, NO_TEMPLATE, check_kwargs, render, thought_opening, turn_marks
 from atomrl.common.errors import did_you_mean, reraise_as
-from atomrl.data.columns import TEMPLATE_KWARGS, check_used, message_weight, with_system
+from atomrl.data.columns import (
+    IMAGES,
+    PLACE,
+    TEMPLATE_KWARGS,
+    check_used,
+    count_places,
+    images_of,
+    message_weight,
+    with_places,
+    with_system,
+)
 from atomrl.data.files import DataError, DataNotHere, RawRow, error_list, find_hub_source, hub_rows, read_rows
 from atomrl.data.stored import StoredProblems
 from atomrl.data.tasks import GENERATORS, Draw, find_completions, generate, is_generator
-from atomrl.types import Message, Problem, Prompt
+from atomrl.types import Image, Message, Problem, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from atomrl.config import DataConfig
+    from atomrl.data.images import ImageReader, ImageStore
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -80,6 +91,7 @@ def load_problems(
     seed: int = 0,
     convert: Convert | None = None,
     completions: Literal["demonstrate", "pair"] | None = None,
+    images: ImageStore | None = None,
 ) -> LoadReport:
     """Load the problems of a split.
 
@@ -93,6 +105,7 @@ def load_problems(
         seed: seed of a generator; files do not depend on it.
         convert: converts a row of a file to a problem; default `problem_reader`.
         completions: also require completions of this kind from a generator.
+        images: reads the pictures of rows; None: the model reads text alone, and rows with pictures are refused.
 
     Returns:
         The problems, in the order of the file. None of them if `split` is `eval` and `config.eval` is None.
@@ -122,7 +135,7 @@ def load_problems(
         if all(find_hub_source(each) for each in ([source] if isinstance(source, str) else source)):
             limit = size
     try:
-        problems, errors = to_problems(rows, convert, limit)
+        problems, errors = to_problems(rows, convert, limit, images)
     except DataNotHere as error:
         raise DataNotHere(f"data.{split}: {error}") from None
     if errors and config.on_bad_row == "error":
@@ -155,10 +168,10 @@ def read_source(
         raise DataError(f"a list of data files needs at least one file, and each once; got {paths}")
     # Check all sources before any row is read, so that a misspelt one is an error at once.
     names = [Path(path).name for path in paths]
-    opened: list[tuple[str, Iterator[RawRow]]] = []
+    opened: list[tuple[str, str, Iterator[RawRow]]] = []
     for path, name in zip(paths, names, strict=True):
         if hub_source := find_hub_source(path):
-            opened.append(("", hub_rows(hub_source, default_split, streamed)))
+            opened.append(("", "", hub_rows(hub_source, default_split, streamed)))
             continue
         if is_generator(path):
             raise DataError(
@@ -176,13 +189,16 @@ def read_source(
                 )
             raise DataNotHere(f"data file {path} does not exist{hint}")
         # Places name the file alone, unless another file has the same name.
-        opened.append(("" if names.count(name) == 1 else path.removesuffix(name), read_rows(path)))
-    for folder, rows in opened:
+        front = "" if names.count(name) == 1 else path.removesuffix(name)
+        opened.append((front, str(Path(path).absolute().parent), read_rows(path)))
+    for front, folder, rows in opened:
         for raw in rows:
-            yield replace(raw, place=folder + raw.place) if folder else raw
+            yield replace(raw, place=front + raw.place, folder=folder)
 
 
-def to_problems(rows: Iterable[RawRow], convert: Convert, limit: int | None = None) -> tuple[StoredProblems, list[str]]:
+def to_problems(
+    rows: Iterable[RawRow], convert: Convert, limit: int | None = None, images: ImageStore | None = None
+) -> tuple[StoredProblems, list[str]]:
     """Convert rows to problems, up to `limit`. Also return a line for each invalid row: place and reason."""
     errors: list[str] = []
 
@@ -192,7 +208,7 @@ def to_problems(rows: Iterable[RawRow], convert: Convert, limit: int | None = No
             try:
                 if raw.row is None:
                     raise DataError(raw.error)
-                problem = convert(raw.place, raw.row)
+                problem = convert(raw.place, raw.row if images is None else images.row(raw))
             except DataError as error:
                 errors.append(f"{raw.place}: {error}")
             else:
@@ -227,7 +243,9 @@ def problem_reader(config: DataConfig) -> Convert:
             raise DataError("data.answer_pattern needs data.answer_field, the field that it searches")
 
     def convert(place: str, row: Mapping[str, Any]) -> Problem:
-        prompt = with_system(row, check_prompt(_lookup(row, config.prompt_field, "data.prompt_field")))
+        images = images_of(row)
+        prompt = with_places(check_prompt(_lookup(row, config.prompt_field, "data.prompt_field")), images)
+        prompt = with_system(row, prompt)
         used, name = {config.prompt_field, config.data_source_field}, config.answer_field
         check_used(row, [config.prompt_field, config.answer_field or ""], prompt, None)
         check_tools(row.get(TOOLS))
@@ -256,10 +274,14 @@ def problem_reader(config: DataConfig) -> Convert:
         if not isinstance(source, str):
             raise DataError(f"field {config.data_source_field!r} must be text, not {type(source).__name__}")
         columns = {key: value for key, value in row.items() if key not in used}
+        if images:
+            columns[IMAGES] = [image.path for image in images]
         for key in (*RESERVED, "data_source"):
             if key in columns:
                 raise DataError(f"column {key!r} has a name that is reserved for rewards; rename or map it")
-        return Problem(problem_id=place, prompt=prompt, ground_truth=answer, data_source=source, columns=columns)
+        return Problem(
+            problem_id=place, prompt=prompt, ground_truth=answer, data_source=source, columns=columns, images=images
+        )
 
     return convert
 
@@ -442,6 +464,7 @@ class DataProcessor:
         tools: Sequence[Mapping[str, Any]] = (),
         opening: bool = False,
         today: datetime | None = None,
+        images: ImageReader | None = None,
     ) -> None:
         """
         Args:
@@ -449,6 +472,7 @@ class DataProcessor:
             tools: JSON schemas that the chat template shows to the model.
             opening: an environment continues the prompt's last message, so the prompt ends with its content.
             today: fixed date for chat templates that print it; None uses the clock.
+            images: knows the tokens of pictures; None: the model reads text alone.
 
         Raises:
             DataError: the system prompt's file does not exist, `chat_template: none` has a system prompt, or the
@@ -472,6 +496,7 @@ class DataProcessor:
         if today is not None:
             self.template_kwargs["strftime_now"] = today.strftime
         self.tools, self.opening = [dict(tool) for tool in tools], opening
+        self.images = images
         self._prefix = _leading_tokens(tokenizer)
         self._warned = False
         self._marks = turn_marks(tokenizer, self.template_kwargs)
@@ -490,7 +515,7 @@ class DataProcessor:
         prompts = []
         encoded = self._encode([problem for _, problem in items])
         for (prompt_id, problem), (ids, opening) in zip(items, encoded, strict=True):
-            limited = self.cut(ids)
+            limited = self.cut(ids, problem)
             if limited is not None:
                 prompts.append(Prompt(prompt_id=prompt_id, problem=problem, token_ids=tuple(limited), opening=opening))
             elif not drop:
@@ -518,6 +543,10 @@ class DataProcessor:
         lengths = self.lengths(problems) if lengths is None else lengths
         limit, drops = self.max_prompt_tokens, self.config.overlong_prompt == "drop"
         overlong = sum(length > limit for length in lengths)
+        if overlong and not drops:  # a prompt with pictures is not cut
+            for place, length in enumerate(lengths):
+                if length > limit and problems[place].images:
+                    self.cut(range(length), problems[place])
         if problems and drops and overlong == len(problems):
             raise self._all_overlong(len(problems))
         if overlong and source:
@@ -548,12 +577,23 @@ class DataProcessor:
     def within_limit(self, problems: Sequence[Problem]) -> list[Sequence[int] | None]:
         """Encode prompts with the length limit. Overlong ones are None, or their last tokens if
         `overlong_prompt` is `truncate`."""
-        return [self.cut(ids) for ids, _ in self._encode(problems)]
+        encoded = self._encode(problems)
+        return [self.cut(ids, problem) for problem, (ids, _) in zip(problems, encoded, strict=True)]
 
-    def cut(self, ids: Sequence[int]) -> Sequence[int] | None:
-        """Apply the length limit to a prompt's tokens; see `within_limit`."""
+    def cut(self, ids: Sequence[int], problem: Problem) -> Sequence[int] | None:
+        """Apply the length limit to a prompt's tokens; see `within_limit`.
+
+        Raises:
+            DataError: a prompt with pictures would be cut.
+        """
         if len(ids) > self.max_prompt_tokens and self.config.overlong_prompt == "drop":
             return None
+        if len(ids) > self.max_prompt_tokens and problem.images:
+            raise DataError(
+                f"{problem.problem_id}: {len(ids)} prompt tokens, more than {self.max_prompt_tokens}, and a prompt "
+                "with pictures is not cut: raise data.max_prompt_tokens, lower data.max_pixels, or set "
+                "data.overlong_prompt=drop"
+            )
         return ids[-self.max_prompt_tokens :]
 
     @property
@@ -561,6 +601,7 @@ class DataProcessor:
         """What prompts depend on besides the problems and the tokenizer, as JSON."""
         shown = {**self.template_kwargs, "strftime_now": self.today and self.today.date()}
         own = [self.system_prompt, self.has_template, shown, self.tools, self.opening]
+        own += [] if self.images is None else [self.images.settings]
         return json.dumps(own, sort_keys=True, default=str)
 
     def _encode(self, problems: Sequence[Problem]) -> list[tuple[Sequence[int], str]]:
@@ -578,7 +619,12 @@ class DataProcessor:
 
         # One call for all texts: fast tokenizers encode a batch in parallel.
         options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-        encoded = self.tokenizer(texts, add_special_tokens=False, **options)["input_ids"] if texts else []
+        marked = [self.marked(text, problem) for problem, text in zip(problems, texts, strict=True)]
+        encoded = self.tokenizer(marked, add_special_tokens=False, **options)["input_ids"] if texts else []
+        encoded = [
+            self.expanded(ids, problem.images[: count_places(problem.prompt)], problem.problem_id)
+            for problem, ids in zip(problems, encoded, strict=True)
+        ]
         prompts: list[tuple[Sequence[int], str]] = []
         for problem, text, is_bare, ids in zip(problems, texts, bare, encoded, strict=True):
             if is_bare and ids[: len(self._prefix)] != self._prefix:
@@ -592,6 +638,28 @@ class DataProcessor:
                 )
             prompts.append((ids, self._turn_opening(problem.prompt, text)))
         return prompts
+
+    def marked(self, text: str, problem: Problem) -> str:
+        """Write the model's tokens of a picture in place of each `<image>` of a problem with pictures."""
+        if not problem.images:
+            return text
+        assert self.images is not None, "pictures are read only for models that read them"
+        return text.replace(PLACE, self.images.place(self.tokenizer))
+
+    def expanded(self, ids: list[int], images: Sequence[Image], place: str) -> list[int]:
+        """Repeat the token of each picture in a text as often as the picture has features.
+
+        Args:
+            images: pictures of the text.
+            place: name of the row in errors.
+
+        Raises:
+            DataError: there are more or fewer such tokens than pictures.
+        """
+        if self.images is None or (not images and self.images.image_token not in ids):
+            return ids
+        with reraise_as(DataError, place, DataError):
+            return self.images.expanded(ids, images)
 
     def is_bare(self, problem: Problem) -> bool:
         """Return True if a prompt is used without rendering it. Warns once if one contains tokens of the template.
@@ -814,6 +882,9 @@ class PromptStream:
         """A hash of the problems in order; checkpoints store it to detect changed data."""
         digest, encoder = hashlib.blake2b(digest_size=16), json.JSONEncoder(sort_keys=True, default=str)
         for each in self.problems:
-            content = [each.problem_id, each.prompt, each.ground_truth, each.data_source, dict(each.columns)]
+            columns, names = dict(each.columns), [image.name for image in each.images]
+            if names:  # they are in the folder of a run
+                columns[IMAGES] = names
+            content = [each.problem_id, each.prompt, each.ground_truth, each.data_source, columns]
             digest.update(encoder.encode(content).encode() + b"\n")
         return digest.hexdigest()

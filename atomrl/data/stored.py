@@ -12,13 +12,14 @@ import tempfile
 import threading
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, overload
 
 from atomrl.common.errors import reraise_as
 from atomrl.common.files import write_bytes
 from atomrl.data.files import DataError
-from atomrl.types import Problem
+from atomrl.types import Image, Problem
 
 IN_MEMORY = 256 << 20
 """Bytes of a data set that are kept in memory; more go to a temporary file."""
@@ -85,6 +86,7 @@ class StoredProblems(Sequence[Problem]):
     def _append(self, problem: Problem) -> None:
         prompt = problem.prompt if isinstance(problem.prompt, str) else list(problem.prompt)
         content = [problem.problem_id, prompt, problem.ground_truth, problem.data_source, dict(problem.columns)]
+        content += [[asdict(image) for image in problem.images]] if problem.images else []
         record = json.dumps(content, separators=(",", ":")).encode() if _is_plain(content) else b""
         if not record:
             self._objects[len(self._records)] = problem
@@ -123,7 +125,7 @@ class StoredProblems(Sequence[Problem]):
             columns = {name: problem.columns.get(name) for name in self._columns}
             return Problem(
                 problem_id=problem.problem_id, prompt=problem.prompt, ground_truth=problem.ground_truth,
-                data_source=problem.data_source, columns=columns,
+                data_source=problem.data_source, columns=columns, images=problem.images,
             )  # fmt: skip
         return problem
 
@@ -134,9 +136,12 @@ class StoredProblems(Sequence[Problem]):
 
 
 def _problem(record: bytes) -> Problem:
-    name, prompt, truth, source, columns = json.loads(record)
+    name, prompt, truth, source, columns, *rest = json.loads(record)
     prompt = prompt if isinstance(prompt, str) else tuple(prompt)
-    return Problem(problem_id=name, prompt=prompt, ground_truth=truth, data_source=source, columns=columns)
+    images = tuple(Image(**fields) for fields in rest[0]) if rest else ()
+    return Problem(
+        problem_id=name, prompt=prompt, ground_truth=truth, data_source=source, columns=columns, images=images
+    )
 
 
 def _is_plain(value: Any) -> bool:

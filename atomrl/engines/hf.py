@@ -1,6 +1,6 @@
 """`HFEngine`: rollout with Hugging Face `generate`, for every causal language model that `transformers` loads."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -22,7 +22,8 @@ from atomrl.engines.requests import (
 from atomrl.engines.sampling import sample
 from atomrl.models.loading import base_path, load_transformers
 from atomrl.models.shapes import text_config
-from atomrl.models.transformers_model import published_weights
+from atomrl.models.transformers_model import published_names, published_weights
+from atomrl.models.vision import Patches, Vision, media_tokens
 from atomrl.protocols import Adapter, WeightHash, WeightUpdate
 from atomrl.types import FinishReason, SamplingParams
 from atomrl.weight_sync.transfer import tensor_hashes
@@ -39,16 +40,26 @@ class HFEngine(RequestEngine):
         eos: end-of-sequence tokens.
         tokenizer: the model's; decodes completions and stop strings.
         max_concurrent_completions: batch size of `generate`.
+        images: reads the patches of pictures; None: prompts have none.
     """
 
-    exact = supports_lora = True
+    exact = supports_lora = supports_images = True
     # 70 ms per step of 28 layers and 256 rows; the host launches the layers kernel by kernel.
     decode_time = DecodeTime("measured on one H200 with transformers 5.17", layer_s=2.43e-3)
 
-    def __init__(self, model: Any, eos: tuple[int, ...], tokenizer: Any, max_concurrent_completions: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        eos: tuple[int, ...],
+        tokenizer: Any,
+        max_concurrent_completions: int,
+        images: Patches | None = None,
+    ) -> None:
         super().__init__(tokenizer, getattr(text_config(model.config), "max_position_embeddings", 2**31))
         self.model, self.eos, self.max_concurrent_completions = model, eos, max_concurrent_completions
         self.adapters: dict[str, Adapter] = {}
+        self._own_names = {published: own for own, published in published_names(model).items()}
+        self.vision = None if images is None else Vision(model, images)
         head = model.get_output_embeddings()
         if head.weight.dtype.itemsize < 4:
             head.forward = _wide_forward(head)
@@ -60,7 +71,7 @@ class HFEngine(RequestEngine):
         eos = eos_token_ids(base_path(path), model.config, tokenizer)
         # Ignore the checkpoint's own sampling settings, such as Qwen's repetition penalty and top-k.
         model.generation_config = GenerationConfig()
-        return cls(model, eos, tokenizer, options.max_concurrent_completions)
+        return cls(model, eos, tokenizer, options.max_concurrent_completions, options.images)
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of the published weights; tied ones once."""
@@ -70,6 +81,8 @@ class HFEngine(RequestEngine):
     def update_weights(self, update: WeightUpdate) -> None:
         """Copy new weights in place; adapters are added to their layers' outputs. No KV cache outlives a `poll`."""
         own = published_weights(self.model)
+        if self.vision is not None:
+            self.vision.forget()
         for name, tensor in update.tensors:
             own[name].copy_(tensor)
         for name in self.adapters:
@@ -91,7 +104,8 @@ class HFEngine(RequestEngine):
 
     def _layer(self, name: str) -> Any:
         """Return the layer that has a weight."""
-        return self.model.get_submodule(name.removesuffix(".weight"))
+        own = self._own_names.get(name, name)
+        return self.model.get_submodule(own.removesuffix(".weight"))
 
     def weight_hashes(self) -> list[WeightHash]:
         """Hashes of the model's parameters and of the adapters."""
@@ -101,7 +115,7 @@ class HFEngine(RequestEngine):
 
     def _make_rule(self, sampling: SamplingParams) -> StopRule:
         vocab = self.model.get_output_embeddings().weight.shape[0]
-        return StopRule(sampling, self.eos, self.tokenizer, vocab, self.model.device)
+        return StopRule(sampling, self.eos, self.tokenizer, vocab, self.model.device, media_tokens(self.model.config))
 
     def _advance(self, end: float) -> list[tuple[RequestState, FinishReason]]:
         """Run one batch: the oldest request, and others with the same sampling."""
@@ -121,6 +135,7 @@ class HFEngine(RequestEngine):
             generation_config=GenerationConfig(max_new_tokens=max(limits), pad_token_id=0),
             logits_processor=LogitsProcessorList([sampler]),
             stopping_criteria=StoppingCriteriaList([ends]),
+            **self._pictures(tokens, states),
         )
         logprobs = torch.stack(sampler.logprobs, dim=1)
         if logprobs.isnan().any():
@@ -131,6 +146,13 @@ class HFEngine(RequestEngine):
             state.token_ids, state.logprobs = row[:length], own[:length]
             self.waiting.remove(state)
         return [(state, "stop" if stop else "length") for state, stop in zip(states, stopped, strict=True)]
+
+    def _pictures(self, tokens: Tensor, states: Sequence[RequestState]) -> dict[str, Any]:
+        """Return the model's arguments for prompts with pictures."""
+        if not any(state.request.images for state in states):
+            return {}
+        assert self.vision is not None, "the engine of a run with pictures is created with `images`"
+        return self.vision.inputs(tokens, [state.request.images for state in states])
 
     def sleep(self) -> None:
         """Release cached GPU memory. No KV cache outlives a `poll`, but PyTorch keeps its memory for this process.

@@ -23,6 +23,7 @@ from atomrl.common.chat_template import special_ids, stop_tokens
 from atomrl.common.errors import did_you_mean
 from atomrl.common.processes import progress
 from atomrl.config import ConfigError
+from atomrl.models.vision import Patches
 from atomrl.protocols import FrozenBase, RolloutEngine, WeightHash, WeightUpdate
 from atomrl.tracking.run_directory import installed_version
 from atomrl.types import (
@@ -79,12 +80,21 @@ class StopRule:
         tokenizer: the model's; decodes the tails.
         vocab: width of the logits.
         device: of the tokens passed to its methods.
+        never: tokens that are never sampled, such as those of pictures.
 
     Raises:
         ValueError: a stop token is not in the vocabulary, or a stop string is empty.
     """
 
-    def __init__(self, sampling: SamplingParams, eos: Sequence[int], tokenizer: Any, vocab: int, device: torch.device):
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        eos: Sequence[int],
+        tokenizer: Any,
+        vocab: int,
+        device: torch.device,
+        never: Sequence[int] = (),
+    ):
         self.sampling, self.minimum, self.tokenizer = sampling, sampling.min_completion_tokens, tokenizer
         self.eos, self.special = frozenset(eos), special_ids(tokenizer)
         stop_ids = sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)})
@@ -92,6 +102,10 @@ class StopRule:
             raise ValueError(f"stop tokens {stop_ids} are not all in the vocabulary of {vocab}")
         if any(not stop for stop in sampling.stop):
             raise ValueError("a stop string is empty")
+        self.never: Tensor | None = None
+        if never := [token for token in never if token < vocab]:
+            self.never = torch.zeros(vocab, dtype=torch.bool, device=device)
+            self.never[never] = True
         self.bans = bool(self.minimum and stop_ids)
         self.is_stop = torch.zeros(vocab, dtype=torch.bool, device=device)
         self.is_stop[stop_ids] = True
@@ -103,10 +117,13 @@ class StopRule:
     def banned(self, lengths: Tensor) -> Tensor | None:
         """Return [N, V] True for tokens that must not be sampled yet, or None; `lengths` [N] are the tokens so far."""
         if not self.bans:
-            return None
+            return None if self.never is None else self.never.expand(len(lengths), -1)
         early = lengths < self.minimum
         # Reading the values would synchronize with the GPU.
-        return early[:, None] & self.is_stop if early.is_cuda or bool(early.any()) else None
+        stops = early[:, None] & self.is_stop if early.is_cuda or bool(early.any()) else None
+        if self.never is None:
+            return stops
+        return self.never.expand(len(lengths), -1) if stops is None else stops | self.never
 
     def token_ends(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """Return [N] bool: completions that end with their newest token [N]; lengths [N] include it."""
@@ -197,7 +214,9 @@ class EngineOptions:
     server_weights: str = "files"
     """How weights are sent to servers: `files` or `collective`."""
     base: FrozenBase | None = None
-    """The trainer's frozen weights. An engine that can use them without a copy does so; others load their own."""
+    """The trainer's frozen weights, for engines with `shares_base`."""
+    images: Patches | None = None
+    """Reads the patches of pictures; None: prompts have none."""
 
 
 @dataclass(frozen=True)
@@ -299,8 +318,12 @@ class RequestEngine(RolloutEngine):
     """Python statements that import the package and set `archs` to the architectures it supports."""
     weight_ways: ClassVar[tuple[str, ...]] = ("files",)
     """Supported values of `EngineOptions.server_weights`."""
+    supports_images: ClassVar[bool] = False
+    """True if requests may have pictures (`GenerationRequest.images`); if not, data with pictures are refused."""
     supports_lora: ClassVar[bool] = False
     """True if `update_weights` takes LoRA adapters (`WeightUpdate.adapters`); if not, `model.lora` is refused."""
+    shares_base: ClassVar[bool] = False
+    """True if the engine uses `EngineOptions.base` in place of base weights of its own."""
     health_path: ClassVar[str] = ""
     """Path of a server's health endpoint."""
     least_version: ClassVar[str | None] = None
@@ -559,6 +582,7 @@ def requests_of(prompt: Prompt, sampling: SamplingParams) -> list[GenerationRequ
                 sampling=sampling,
                 seed=seed,
                 problem=prompt.problem,
+                images=prompt.problem.images,
             )
         )
     return requests

@@ -24,6 +24,7 @@ from atomrl.config import ConfigError
 from atomrl.models import kernels as cpp
 from atomrl.models.kernels import apply
 from atomrl.models.shapes import size
+from atomrl.types import Image
 
 NAMES_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 """True if `varlen_attn` has the parameter for grouped queries. In torch 2.11 it does not; its FlashAttention supports
@@ -474,16 +475,19 @@ class Stream:
         return Stream(*parts, self.blocks, self.spans, share), own
 
 
-def states_before(model: Any, tokens: Tensor, wanted: Tensor, prompt_lengths: Tensor) -> tuple[Tensor, Tensor]:
+def states_before(
+    model: Any, tokens: Tensor, wanted: Tensor, prompt_lengths: Tensor, images: Sequence[Sequence[Image]] = ()
+) -> tuple[Tensor, Tensor]:
     """Compute the hidden states that predict the wanted tokens: those of the token before, after the final norm.
 
-    A model with `shares_prompts` computes a packed stream, others padded rows.
+    A model with `shares_prompts` computes a packed stream, others padded rows. Rows with pictures are padded.
 
     Args:
         model: `GPT` or `HFModel`.
         tokens: [B, T] int64, right-padded; on the CPU to avoid a sync.
         wanted: [B, T] bool; position 0 counts as False.
         prompt_lengths: [B]. Rows with identical prompts of this length share them.
+        images: [B] pictures of each row; empty: no row has any.
 
     Returns:
         States [n, H] in the order of the rows, and the mask [B, T] of the tokens that they predict: `wanted`, or with
@@ -502,14 +506,15 @@ def states_before(model: Any, tokens: Tensor, wanted: Tensor, prompt_lengths: Te
     wanted[:, 0] = False
     device = model.head_weight.device
     states: Tensor
-    if model.shares_prompts and wanted.any():
+    if model.shares_prompts and wanted.any() and not images:
         stream = make_stream(tokens.cpu(), wanted.cpu(), prompt_lengths.cpu())
         if model.sharing is not None:
             stream, own = stream.cut(model.sharing)
             wanted = wanted.masked_scatter(wanted, own.to(wanted.device))
         states = model.stream_states(to_device(tokens, device), stream)
     else:
-        hidden = model.forward_hidden(to_device(tokens, device)).flatten(0, 1)
+        rows = to_device(tokens, device)
+        hidden = (model.forward_hidden(rows, images) if images else model.forward_hidden(rows)).flatten(0, 1)
         states = hidden.index_select(0, to_device(wanted.flatten().nonzero()[:, 0] - 1, hidden.device))
     return states, wanted
 

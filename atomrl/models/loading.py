@@ -185,6 +185,7 @@ def load_policy(
     device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
     trainable: bool = True,
+    freeze_vision: bool = True,
 ) -> Policy:
     """Load a causal language model for training: a `GPT` if it supports the family, else an `HFModel` with a warning.
 
@@ -193,6 +194,7 @@ def load_policy(
         lora: add low-rank adapters; only they are trained. The model's own dropout is switched off.
         quantization: quantize the base beneath the adapters, from weights in `dtype`.
         trainable: False: all weights are in `dtype`, without gradient.
+        freeze_vision: leave a vision tower as it is.
 
     Raises:
         ConfigError: the model does not exist, or its files do not fit its config.
@@ -219,7 +221,7 @@ def load_policy(
         inner.config.use_cache = False
         policy = HFModel(inner, rounded)
         policy.check()
-        if tower := freeze_tower(inner):
+        if freeze_vision and (tower := freeze_tower(inner)):
             log.info("%s: %d weights of its vision tower are not trained, and saved as they are", path, tower)
     # Quantize layer by layer before the move, so that the GPU never holds all full weights.
     if quantization is not None:

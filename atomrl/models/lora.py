@@ -25,7 +25,7 @@ from atomrl.models.adapted import ADAPTER, adapted_linear, computes_here, is_ada
 from atomrl.models.gpt import GPT
 from atomrl.models.quantized import quantized_layers, round_as_quantized
 from atomrl.models.shapes import language_model, tower_weights
-from atomrl.models.transformers_model import HFModel
+from atomrl.models.transformers_model import HFModel, published_names
 from atomrl.protocols import Adapter
 
 log = logging.getLogger(__name__)
@@ -211,8 +211,9 @@ def adapter_weights(model: GPT | HFModel) -> dict[str, Adapter]:
         >>> adapter_weights(new_gpt(vocab_size=11, layers=1, hidden=32, heads=1))
         {}
     """
+    names = published_names(model.inner) if isinstance(model, HFModel) and has_adapters(model) else {}
     return {
-        f"{name}.weight": Adapter(
+        names.get(f"{name}.weight", f"{name}.weight"): Adapter(
             module.lora_A[ADAPTER].weight.detach(),
             module.lora_B[ADAPTER].weight.detach(),
             module.scaling[ADAPTER],

@@ -16,6 +16,7 @@ from atomrl.config import ConfigError
 from atomrl.models.gpt import BMM_MAX_TOKENS, unsupported
 from atomrl.models.loading import model_config_only
 from atomrl.models.shapes import auto_class, size, text_config, tower_weights
+from atomrl.models.vision import why_no_images
 
 # --------------------------------------------------------------------------------------------------------------------
 # Shapes of well-known models, for planning a run without a network, weights or a GPU.
@@ -34,6 +35,18 @@ def _table() -> dict[str, dict[str, Any]]:
         fields = {"model_type": kind, **file["families"].get(kind, {}), **sizes, **entry}
         table |= {name.lower(): fields for name in names}
     return table
+
+
+@cache
+def known_shapes() -> dict[str, Any]:
+    """Return the transformers configs of well-known models: one hub name of each shape -> its config.
+
+    Example:
+        >>> known_shapes()["Qwen/Qwen2.5-7B"].hidden_size
+        3584
+    """
+    file = yaml.safe_load((files("atomrl.models") / "known_shapes.yaml").read_text(encoding="utf-8"))
+    return {entry["names"][0]: known_shape(entry["names"][0]) for entry in file["models"]}
 
 
 def known_shape(path: str | Path) -> Any | None:
@@ -138,6 +151,28 @@ def trained_parameters(config: Any, trust_remote_code: bool = False) -> int:
         return total
     inner = empty_model(config, trust_remote_code)
     return int(total - sum(inner.get_parameter(name).numel() for name in tower_weights(inner)))
+
+
+def tower_bytes(config: Any, tokens: int, size: int, trained: bool) -> int:
+    """Return the bytes of a vision tower's activations for pictures of so many tokens; 0 without a tower.
+
+    A frozen tower holds one layer's at a time, for one picture; a trained one those of all layers. A token is made of
+    `spatial_merge_size` squared patches, and a patch has about the activations of a token in a layer of this width.
+
+    Args:
+        config: transformers config of a model of `vision.FAMILIES`.
+        tokens: of one picture; if the tower is trained, of a micro-batch.
+        size: bytes of an element in the forward pass.
+    """
+    if why_no_images(config, ""):
+        return 0
+    vision = config.vision_config
+    hidden = getattr(vision, "embed_dim", None) or vision.hidden_size
+    inner = getattr(vision, "intermediate_size", None) or int(hidden * vision.mlp_ratio)
+    patches = tokens * vision.spatial_merge_size**2
+    pixels = 3 * vision.temporal_patch_size * vision.patch_size**2
+    layers = vision.depth if trained else 1
+    return int(patches * (FLOAT32 * pixels + layers * SAVED_BY_AUTOGRAD * size * (8 * hidden + 3 * inner)))
 
 
 def adapter_parameters(config: Any, rank: int) -> int:

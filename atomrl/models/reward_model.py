@@ -9,6 +9,7 @@ on the reward model's tokenizer:
   tokens are tokens of this tokenizer, they are used without tokenizing again.
 """
 
+import json
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
@@ -351,7 +352,9 @@ class Reader:
             ConfigError: the message has tool calls or the like, and the tokenizer no chat template.
         """
         message = Message(role="assistant", content=text) if isinstance(text, str) else text
-        tools = problem.columns.get("tools", ()) if "completions" in problem.columns else ()
+        tools = problem.columns.get("tools") or ()
+        if isinstance(tools, str):  # the JSON text of a row, which the data's reader has checked
+            tools = json.loads(tools.strip() or "[]")
         if self.has_template and not (self._messages_only and isinstance(problem.prompt, str)):
             written = render(self.tokenizer, _conversation(problem, message), tools=tools)
             return self._encode(written, add_special_tokens=False)

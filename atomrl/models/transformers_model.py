@@ -1,13 +1,14 @@
 """Train any causal language model of transformers: `HFModel`, with packed rows and published weight names."""
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from atomrl.atoms.logprobs import head_logits
 from atomrl.common.errors import reraise_as
@@ -16,6 +17,8 @@ from atomrl.models.attention import Stream, attend, make_stream, packs_rows
 from atomrl.models.kernels import are_plain
 from atomrl.models.offloading import Kept, get, put
 from atomrl.models.shapes import text_config
+from atomrl.models.vision import Vision
+from atomrl.types import Image
 
 # --------------------------------------------------------------------------------------------------------------------
 # An `attention.Stream` through a transformers model: everything except attention processes it as one long row.
@@ -128,6 +131,8 @@ class HFModel(nn.Module):
         """The config key `model.pack_rows`."""
         self.sharing: Any = None
         """Process group for sequence parallelism; None: none."""
+        self.vision: Vision | None = None
+        """Computes pictures; None: rows have none."""
         self.streams = False
         """True if it can compute an `attention.Stream`; set by `check`."""
 
@@ -145,9 +150,16 @@ class HFModel(nn.Module):
             and packs_rows(self.pack_rows, self.head_weight.device.type, self.compute_dtype or self.head_weight.dtype)
         )
 
-    def forward_hidden(self, tokens: Tensor) -> Tensor:
-        """Compute hidden states [B, T, H] after the final norm, of right-padded tokens [B, T]."""
-        return self._hidden(tokens)
+    def forward_hidden(self, tokens: Tensor, images: Sequence[Sequence[Image]] = ()) -> Tensor:
+        """Compute hidden states [B, T, H] after the final norm, of right-padded tokens [B, T].
+
+        Args:
+            images: [B] pictures of each row; empty: no row has any.
+        """
+        if not images:
+            return self._hidden(tokens)
+        assert self.vision is not None, "a run with pictures sets it for each of its models"
+        return self._hidden(tokens, **self.vision.inputs(tokens, images))
 
     def stream_states(self, tokens: Tensor, stream: Stream) -> Tensor:
         """Compute the states of a stream after the final norm, at its `before` tokens: [B, T] -> [n, H]."""
@@ -159,7 +171,7 @@ class HFModel(nn.Module):
         row = tokens.flatten()[stream.source][None]
         return self._hidden(row, stream, position_ids=stream.positions[None])[0].index_select(0, stream.before)
 
-    def _hidden(self, tokens: Tensor, layout: Layout = "rows", **named: Tensor) -> Tensor:
+    def _hidden(self, tokens: Tensor, layout: Layout = "rows", **named: Any) -> Tensor:
         if self.streams:
             named["attention_mask"] = torch.ones_like(tokens)
         with self._rounding.saving_masters() if self._rounding else nullcontext(), streaming(layout):
@@ -297,6 +309,8 @@ class _Rounding:
                 if type(module) is nn.Embedding:  # round the rows that are looked up, not the full table
                     module.register_forward_hook(lambda module, inputs, output: output.to(dtype))
                     continue
+                if isinstance(module, _ConvNd):  # a tower casts to its dtype, which is float32 outside
+                    module.register_forward_pre_hook(lambda module, inputs: (inputs[0].to(dtype),))
                 own = [name for name, weight in module._parameters.items() if weight is not None]
                 slots += [(module, name) for name in own if f"{names[id(module)]}.{name}" not in unrounded]
             if slots:
@@ -373,3 +387,14 @@ def published_weights(inner: Any, weights: Iterable[tuple[str, Tensor]] | None =
     if any(_place(tensor)[0] not in storages for tensor in reverted.values()):
         return state
     return {name: tensor.as_subclass(Tensor) for name, tensor in reverted.items()}
+
+
+def published_names(inner: Any) -> dict[str, str]:
+    """Return the published name of each weight that is not a part or a sum of others, by transformers' name.
+
+    Layers beneath adapters have the names that they have without them.
+    """
+    state = {name.replace(".base_layer.", "."): weight for name, weight in inner.state_dict().items()}
+    state = {name: weight for name, weight in state.items() if ".lora_" not in name}
+    by_place = {_place(weight): name for name, weight in published_weights(inner, state.items()).items()}
+    return {name: by_place.get(_place(weight), name) for name, weight in state.items()}

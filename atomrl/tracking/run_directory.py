@@ -195,6 +195,8 @@ FRESH_MODEL = "fresh_model"
 """Subfolder with a randomly initialized model that the run starts from."""
 PUBLISHED_WEIGHTS = "published"
 """Subfolder with the newest weights of a run that trains from a pool, for the processes that fill it."""
+IMAGES = "inputs/images"
+"""Folder of a run's pictures."""
 MAX_NAME = 200
 """Maximum length of a function's file name; file systems allow 255 bytes."""
 STARTED = {
@@ -480,7 +482,7 @@ class RunDirectory:
                 "cannot be checked. Nothing was changed: mend the access or the disk, and try again. If it stays "
                 "unreadable, move the checkpoint's folder away, to continue from an earlier one"
             ) from error
-        if written or any((self.path / link).is_symlink() for link in ("model", "best")):
+        if written or any(os.path.lexists(self.path / link) for link in ("model", "best")):
             raise ConfigError(
                 f"no checkpoint of {self.path} is intact, so there is nothing to continue from. Nothing was changed: "
                 "put the missing or damaged files back, or start another run with run_name=NEW_NAME"
@@ -488,11 +490,16 @@ class RunDirectory:
         return None
 
     def _link(self, name: str, checkpoint: Path) -> None:
-        """Point a symbolic link in the run's folder to a checkpoint, so that commands need not know the step."""
-        aside = self.path / f".{name}.partial"
+        """Point a symbolic link in the run's folder to a checkpoint, so that commands need not know the step.
+
+        A folder in its place, which a copy of the run that follows links leaves, is renamed.
+        """
+        place, aside = self.path / name, self.path / f".{name}.partial"
+        if place.is_dir() and not place.is_symlink():
+            place.rename(self.path / f"{name}_copied_{time.time_ns()}")
         aside.unlink(missing_ok=True)
         aside.symlink_to(checkpoint.relative_to(self.path), target_is_directory=True)
-        aside.replace(self.path / name)
+        aside.replace(place)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`, and `curves.png` if matplotlib is installed."""
@@ -518,9 +525,10 @@ def rollout_rows(
 ) -> list[dict[str, Any]]:
     """Return one JSON-ready dict per trajectory, the rows of `rollouts/`.
 
-    `reward` is the total, with the rewards of turns; `reward_parts` are those of the outcome. `policy_versions` are the
-    weight versions that sampled its tokens, `policy_version` the newest of them. With an environment there is an
-    `episode`: its turns (text, reply, reward, labels, seconds) and how it ended.
+    `images` are the paths of its pictures in the run's folder. `reward` is the total, with the rewards of turns;
+    `reward_parts` are those of the outcome. `policy_versions` are the weight versions that sampled its tokens,
+    `policy_version` the newest of them. With an environment there is an `episode`: its turns (text, reply, reward,
+    labels, seconds) and how it ended.
 
     Args:
         advantages: by index in `trajectories`; null for what was not trained on.
@@ -528,6 +536,7 @@ def rollout_rows(
     rows = []
     for index, item in enumerate(trajectories):
         written = [segment for segment in item.segments if segment.origin != "prompt"]
+        pictures = [f"{IMAGES}/{image.name}" for image in item.problem.images]
         versions = sorted({v for segment in written if (v := segment.policy_version) is not None})
         rows.append(
             {
@@ -548,6 +557,7 @@ def rollout_rows(
                 "finish_reason": item.finish_reason,
                 "policy_version": versions[-1] if versions else None,
                 "policy_versions": versions,
+                **({"images": pictures} if pictures else {}),
                 **({"opening": item.opening} if item.opening else {}),
                 **({} if item.baseline_reward is None else {"baseline_reward": _or_null(item.baseline_reward)}),
                 **({} if item.episode is None else {"episode": asdict(item.episode)}),

@@ -11,6 +11,7 @@ from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -24,6 +25,7 @@ from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.common.chat_template import set_template
 from atomrl.common.errors import reraise_as
 from atomrl.config import BackendConfig, ConfigError, ModelConfig, RolloutConfig, RunConfig
+from atomrl.data.images import ImageReader, ImageStore
 from atomrl.data.problems import DataProcessor
 from atomrl.engines.episodes import EpisodeEngine
 from atomrl.engines.hf import HFEngine
@@ -34,13 +36,21 @@ from atomrl.engines.sglang import SGLangEngine
 from atomrl.engines.vllm import VLLMEngine
 from atomrl.engines.vllm_server import VLLMServerEngine
 from atomrl.models.gpt import new_gpt
-from atomrl.models.loading import compute_dtype, load_tokenizer, model_config_only, resolve_folder, save_model
+from atomrl.models.loading import (
+    base_path,
+    compute_dtype,
+    load_tokenizer,
+    model_config_only,
+    resolve_folder,
+    save_model,
+)
 from atomrl.models.shapes import text_config
 from atomrl.models.transformers_model import check_causal
+from atomrl.models.vision import why_no_images
 from atomrl.objectives import PolicyObjective, PreferenceObjective
 from atomrl.objectives.token_weights import TokenTIS
 from atomrl.protocols import Algorithm, FrozenBase, RolloutEngine, TrainingBackend
-from atomrl.tracking.run_directory import FRESH_MODEL, RunDirectory, is_begun
+from atomrl.tracking.run_directory import FRESH_MODEL, IMAGES, RunDirectory, is_begun
 from atomrl.types import SAMPLING_KEYS, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -183,6 +193,7 @@ def build_engine(
     tokenizer: Any,
     cluster: RayCluster | None = None,
     base: FrozenBase | None = None,
+    images: ImageReader | None = None,
 ) -> RolloutEngine:
     """Build the engine of a run: in this process, or replicas in Ray actors if there is a `cluster`.
 
@@ -191,6 +202,7 @@ def build_engine(
     Args:
         path: folder or hub name of the engine's initial weights.
         base: the trainer's frozen weights, if the trainer is in this process.
+        images: reads the pictures of prompts; None: there are none.
 
     Raises:
         ConfigError: as `engine_class`.
@@ -199,7 +211,8 @@ def build_engine(
     engine: RolloutEngine
     if cluster is not None:  # each actor calls this function without a cluster
         changes = {"model": actor_model(model), "environment": None}
-        engine = ReplicatedEngine(partial(build_engine, config.model_copy(update=changes), path, tokenizer), cluster)
+        build = partial(build_engine, config.model_copy(update=changes), path, tokenizer, images=images)
+        engine = ReplicatedEngine(build, cluster)
     else:
         kind, reason = engine_class(rollout, path, model)
         if reason:
@@ -214,6 +227,7 @@ def build_engine(
             whole_logprobs=rollout.temperature == 1 and rollout.logprobs_over == "vocabulary",
             gpu_memory_utilization=EngineOptions.gpu_memory_utilization if share == "auto" else share,
             base=base,
+            images=images,
             **rollout.model_dump(
                 include={"tensor_parallel", "engine_args", "server", "server_timeout_s", "server_weights"}
             ),
@@ -279,14 +293,37 @@ def tool_schemas(config: RunConfig) -> Sequence[Mapping[str, Any]]:
     return args.get("schemas", ())  # type: ignore[no-any-return]
 
 
-def processor(config: RunConfig, tokenizer: Any, max_prompt_tokens: int | None = None) -> DataProcessor:
+def image_reader(config: RunConfig, path: str) -> ImageReader | None:
+    """Return the reader of a run's pictures; None if the model reads text alone here (`why_no_images`)."""
+    shape = model_config_only(path, config.model.trust_remote_code)
+    if why_no_images(shape, path):
+        return None
+    folder, data = resolve_folder(base_path(path), weights=False), config.data
+    return ImageReader(images_folder(config), folder, shape, data.min_pixels, data.max_pixels)
+
+
+def images_folder(config: RunConfig) -> Path:
+    """Return the folder of a run's pictures."""
+    return config.run_dir.absolute() / IMAGES
+
+
+def image_store(config: RunConfig, reader: ImageReader | None) -> ImageStore | None:
+    """Return the store of a run's pictures; None if its model reads text alone."""
+    return None if reader is None else ImageStore(images_folder(config), config.data.images_field, reader)
+
+
+def processor(
+    config: RunConfig, tokenizer: Any, max_prompt_tokens: int | None = None, images: ImageReader | None = None
+) -> DataProcessor:
     """Build the `DataProcessor` that renders problems as prompts, with tool schemas and the environment's opening.
 
     Args:
         max_prompt_tokens: overrides `data.max_prompt_tokens`.
+        images: reads the pictures of problems.
     """
     opening = config.environment is not None and config.environment.opening
-    return DataProcessor(tokenizer, config.data, max_prompt_tokens, tool_schemas(config), opening, started(config))
+    tools = tool_schemas(config)
+    return DataProcessor(tokenizer, config.data, max_prompt_tokens, tools, opening, started(config), images)
 
 
 def started(config: RunConfig) -> datetime:

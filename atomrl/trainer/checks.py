@@ -21,6 +21,7 @@ from atomrl.common.errors import nearest, reraise_as
 from atomrl.common.functions import subscripts
 from atomrl.common.secrets import check_unmasked, register_secrets
 from atomrl.config import ConfigError, RolloutConfig, RunConfig
+from atomrl.data.images import ImageStore
 from atomrl.data.problems import COMPLETIONS
 from atomrl.data.tasks import is_generator
 from atomrl.engines.episodes import ReplyTokens
@@ -37,6 +38,7 @@ from atomrl.models.quantized import linears
 from atomrl.models.reward_model import is_classifier
 from atomrl.models.shapes import is_whole, text_config, tower_weights
 from atomrl.models.transformers_model import check_causal
+from atomrl.models.vision import why_no_images
 from atomrl.objectives import PolicyObjective
 from atomrl.objectives.base import Custom
 from atomrl.protocols import Algorithm, RolloutEngine, needs_teacher
@@ -103,10 +105,11 @@ def check_policy(config: RunConfig) -> None:
             check_causal(shape, config.model.path)
             if is_whole(shape) and text_config(shape) is not shape:
                 tower_weights(empty_model(shape, config.model.trust_remote_code))  # raises if it is not known
-                log.warning(
-                    "model.path: %s has a vision tower: the run is on text only, and the tower is saved unchanged",
-                    config.model.path,
-                )
+                if why_no_images(shape, config.model.path):
+                    log.warning(
+                        "model.path: %s has a vision tower: the run is on text only, and the tower is saved unchanged",
+                        config.model.path,
+                    )
         except ConfigError as error:
             raise type(error)(f"model.path: {error}") from error
 
@@ -589,6 +592,58 @@ def check_held_out(config: RunConfig, train: Sequence[Problem], held_out: Sequen
             "generalization",
             len(both), len(held_out), both[0],
         )  # fmt: skip
+
+
+def check_images(config: RunConfig, images: ImageStore | None, algorithm: Algorithm, path: str | None) -> None:
+    """Check that all parts of a run support the pictures of its data.
+
+    Args:
+        images: those of the data; None: the model reads text alone.
+
+    Raises:
+        ConfigError: a part does not, or a setting of pictures has nothing to apply to.
+    """
+    data, model, backend = config.data, config.model, config.backend
+    if not images:
+        keys = {"data.images_field": data.images_field, "data.min_pixels": data.min_pixels}
+        keys |= {"data.max_pixels": data.max_pixels, "model.freeze_vision": None if model.freeze_vision else False}
+        if key := next((key for key, value in keys.items() if value is not None), None):
+            why = None if path is None else why_no_images(model_config_only(path, model.trust_remote_code), path)
+            raise ConfigError(f"{key}: {why or 'no row of the data has a picture'}; remove the key")
+        return
+    if config.kind == "rl":
+        engine, _ = engine_class(config.rollout, model_path(config), model)
+        if not engine.supports_images:
+            others = " or ".join(name for name, kind in ENGINES.items() if kind.supports_images)
+            raise ConfigError(
+                f"rollout.engine={config.rollout.engine}: {engine.__name__} does not take pictures, and the data have "
+                f"some: use rollout.engine={others}"
+            )
+    if config.kind == "reward-model":
+        raise ConfigError("algorithm.name=reward_model: reward models read text alone; remove the pictures of the data")
+    if "values" in algorithm.needs | algorithm.outputs:
+        raise ConfigError(
+            f"algorithm.name={algorithm.name}: a critic reads text alone; use an algorithm without one, such as grpo"
+        )
+    if algorithm.update is not None:
+        raise ConfigError("algorithm.update: a trust region does not support pictures; use update: optimizer")
+    if backend is not None and backend.type != "fsdp":
+        raise ConfigError(f"backend.type={backend.type}: trains on text alone; use backend.type=fsdp")
+    if backend is not None and backend.type == "fsdp" and backend.ranks_per_row > 1:
+        raise ConfigError(
+            "backend.sequence, backend.tensor: rows with pictures are not split over ranks; remove them (ranks then "
+            "share the rows)"
+        )
+    if model.pack_rows:
+        raise ConfigError("model.pack_rows=true: rows with pictures are padded; remove it")
+    if needs_teacher(algorithm) and config.teacher is not None:
+        theirs = model_config_only(config.teacher.path, model.trust_remote_code)
+        ours = model_config_only(str(path), model.trust_remote_code)
+        why = why_no_images(theirs, config.teacher.path)
+        if why is None and (theirs.model_type, theirs.image_token_id) != (ours.model_type, ours.image_token_id):
+            why = f"{config.teacher.path} reads pictures otherwise than {path}; use a model of the same family"
+        if why:
+            raise ConfigError(f"teacher.path: {why}")
 
 
 def check_row_limit(prompt_tokens: Sequence[int], max_row_tokens: int | None) -> None:

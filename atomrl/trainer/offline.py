@@ -18,6 +18,7 @@ from atomrl.common.files import model_identity
 from atomrl.common.metrics import Metrics
 from atomrl.config import ConfigError, PreferenceConfig, PretrainConfig, RunConfig, SftConfig
 from atomrl.data.files import DataError
+from atomrl.data.images import ImageReader
 from atomrl.data.offline import Example, TokenizedSamples, demonstration_reader, preference_reader, rows_from_tokens
 from atomrl.data.problems import COMPLETIONS, DataProcessor, LoadReport, PromptStream, load_problems, read_system_prompt
 from atomrl.data.tasks import task_words
@@ -32,8 +33,17 @@ from atomrl.objectives.base import not_none
 from atomrl.protocols import TrainingBackend
 from atomrl.tracking.checkpoints import tokenizer_identity
 from atomrl.trainer.base import Evaluation, PreparedRun, identity
-from atomrl.trainer.build import build_engine, context_tokens, model_path, policy_tokenizer, started, with_steps
-from atomrl.trainer.checks import check_held_out
+from atomrl.trainer.build import (
+    build_engine,
+    context_tokens,
+    image_reader,
+    image_store,
+    model_path,
+    policy_tokenizer,
+    started,
+    with_steps,
+)
+from atomrl.trainer.checks import check_held_out, check_images
 from atomrl.trainer.evaluate import evaluate_preferences
 from atomrl.trainer.loop import Training
 from atomrl.trainer.report import Stopwatch, TokenRecord, update_metrics
@@ -85,12 +95,15 @@ class CompletionRun(OfflineRun):
 
     def __init__(self, config: RunConfig, tokenizer: Any, context: int | None) -> None:
         self.config, self.tokenizer, self.context = config, tokenizer, context
-        self.processor = DataProcessor(tokenizer, config.data, today=started(config))
+        reader = self._image_reader()
+        self.images = image_store(config, reader)
+        self.processor = DataProcessor(tokenizer, config.data, today=started(config), images=reader)
         self.held_out = (
             self._tokenized("eval") if config.data.eval is not None else None
         )  # usually the smaller one, so its errors come sooner
         self.train = self._tokenized("train")
         check_held_out(config, self.train.problems, self.held_out.problems if self.held_out else [])
+        check_images(config, self.images, self.algorithm, config.model.path)
         self.config = with_steps(config, len(self.train.units))
         self.stream = PromptStream(self.train.units, seed=config.seed, shuffle=config.data.shuffle)
 
@@ -116,6 +129,10 @@ class CompletionRun(OfflineRun):
             packing=self.config.sft.packing if self.config.sft else None,
         )
 
+    def _image_reader(self) -> ImageReader | None:
+        """Return the reader of pictures; None for models that read text alone."""
+        return None if self.config.gpt is not None else image_reader(self.config, model_path(self.config))
+
     def _stops(self) -> tuple[int, ...]:
         path = model_path(self.config)
         shape = model_config_only(path, self.config.model.trust_remote_code)
@@ -129,7 +146,8 @@ class CompletionRun(OfflineRun):
 
     def describe_data(self) -> Sequence[str]:
         held_out = len(self.held_out.problems) if self.held_out else 0
-        return [f"{len(self.train.problems)} {self.items} to train on, {held_out} held out"]
+        pictures = self.images.describe() if self.images is not None else []
+        return [f"{len(self.train.problems)} {self.items} to train on, {held_out} held out", *pictures]
 
     def describe_batch(self) -> Sequence[str]:
         rows, steps, items = self.config.items_per_step, self.config.train.steps, len(self.train.units)
@@ -181,7 +199,7 @@ class SupervisedRun(CompletionRun):
     def load(self, split: Split) -> LoadReport:
         data = self.config.data
         read = demonstration_reader(data.prompt_field, self.settings.completion_field)
-        return load_problems(data, split, self.config.seed, read, "demonstrate")
+        return load_problems(data, split, self.config.seed, read, "demonstrate", self.images)
 
     def metrics(self, held_out: TokenizedSamples) -> tuple[dict[str, float], Sequence[Mapping[str, Any]]]:
         return {"eval/nll_per_token": nll_per_token(self.trainer, held_out.batches(EVAL_SAMPLES))}, []
@@ -204,7 +222,7 @@ class PreferenceRun(CompletionRun):
     def load(self, split: Split) -> LoadReport:
         config = self.config
         read = preference_reader(config.data.prompt_field, config.preference or PreferenceConfig())
-        report = load_problems(config.data, split, config.seed, read, "pair")
+        report = load_problems(config.data, split, config.seed, read, "pair", self.images)
         for problem in report.problems if not self.takes_labels else ():
             if len(problem.columns.get(COMPLETIONS, (0, 0))) == 1:
                 raise DataError(

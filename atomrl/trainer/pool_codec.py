@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from filelock import Timeout
 
-from atomrl.types import Episode, Problem, RaggedIds, RewardFailure, Segment, Trajectory, Turn
+from atomrl.types import Episode, Image, Problem, RaggedIds, RewardFailure, Segment, Trajectory, Turn
 
 # --------------------------------------------------------------------------------------------------------------------
 # Errors.
@@ -193,7 +193,8 @@ def problem_json(problem: Problem) -> str:
         ...
         ValueError: problem a cannot be stored in a rollout pool: Object of type set is not JSON serializable; ...
     """
-    fields = (problem.problem_id, problem.prompt, problem.ground_truth, problem.data_source, dict(problem.columns))
+    fields = [problem.problem_id, problem.prompt, problem.ground_truth, problem.data_source, dict(problem.columns)]
+    fields += [[asdict(image) for image in problem.images]] if problem.images else []
     try:
         return json.dumps(fields)
     except (TypeError, ValueError) as error:
@@ -204,10 +205,15 @@ def problem_json(problem: Problem) -> str:
 
 
 def _sample(text: str) -> Problem:
-    problem_id, prompt, ground_truth, data_source, columns = json.loads(text)
+    problem_id, prompt, ground_truth, data_source, columns, *rest = json.loads(text)
     prompt = prompt if isinstance(prompt, str) else tuple(prompt)
     return Problem(
-        problem_id=problem_id, prompt=prompt, ground_truth=ground_truth, data_source=data_source, columns=columns
+        problem_id=problem_id,
+        prompt=prompt,
+        ground_truth=ground_truth,
+        data_source=data_source,
+        columns=columns,
+        images=tuple(Image(**fields) for fields in rest[0]) if rest else (),
     )
 
 

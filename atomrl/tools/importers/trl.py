@@ -9,7 +9,8 @@ from typing import Any
 from atomrl.common.errors import did_you_mean
 from atomrl.config import ConfigError, read_yaml
 from atomrl.tools.importers import trl_arguments as trl_shared
-from atomrl.tools.importers.sources import Settings, flat_yaml, read_flags, read_script, text_of
+from atomrl.tools.importers.shell import read_script
+from atomrl.tools.importers.sources import Settings, flat_yaml, read_flags, text_of
 from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation, put_gpus
 from atomrl.tools.importers.trl_arguments import (
     NO_CLIP,

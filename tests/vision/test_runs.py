@@ -1,0 +1,162 @@
+"""Runs on pictures: RL with a resume and from a pool, SFT, preferences, adapters, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from atomrl.config import ConfigError, load_config
+from atomrl.data.files import DataError
+from atomrl.engines.vllm import VLLMEngine
+from atomrl.trainer import prepare_run
+from tests.tiny import make_tiny_model
+from tests.tiny_vision import make_tiny_vision_model, picture
+
+ROWS = [{"prompt": "what colour?", "images": ["one.png"], "ground_truth": "a"},
+        {"prompt": "<image>and<image>?", "images": ["two.png", "one.png"], "ground_truth": "b"},
+        {"prompt": "no picture", "ground_truth": "c"}]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two pictures and rows with them, as problems, demonstrations and preferences."""
+    picture(1, 84, 56).save(tmp_path / "one.png")
+    picture(2).save(tmp_path / "two.png")
+    rows = {"rl": ROWS, "sft": [row | {"completion": "yes"} for row in ROWS],
+            "dpo": [row | {"chosen": "yes", "rejected": "no"} for row in ROWS]}  # fmt: skip
+    for name, lines in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    make_tiny_vision_model(tmp_path / "model")
+    return tmp_path
+
+
+def config(folder, name="run", **sections):
+    tree = {
+        "run_name": name, "output_dir": str(folder), "model": {"path": str(folder / "model"), "dtype": "float32"},
+        "data": {"train": str(folder / "rl.jsonl")},
+        "rollout": {"engine": "hf", "prompts_per_step": 3, "completions_per_prompt": 2, "max_completion_tokens": 4},
+        "reward": {"functions": [{"function": "bright"}]}, "train": {"steps": 2, "learning_rate": 0.01},
+        "checkpoint": {"every_steps": 1},
+    }  # fmt: skip
+    for section, keys in sections.items():
+        tree[section] = keys if keys is None else {**(tree.get(section) or {}), **keys}
+    return load_config({section: keys for section, keys in tree.items() if keys is not None})
+
+
+def bright(prompts, completions, images=(), **columns):
+    """Open each picture of a completion."""
+    from PIL import Image
+
+    for pictures in images:
+        for path in pictures or []:
+            Image.open(path).load()
+    return [float(sum(map(ord, text)) % 7) for text in completions]
+
+
+def run(made, resume=False):
+    prepared = prepare_run(made, {"bright": bright} if made.kind == "rl" else None)
+    prepared.execute(resume=resume)
+    return load_file(made.run_dir / "model" / "model.safetensors")
+
+
+def lines(made):
+    return [json.loads(line) for line in (made.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_resumed_run_needs_no_other_file_and_ends_bit_for_bit_the_same(folder):
+    whole = run(config(folder, "whole"))
+    stored = sorted((folder / "whole" / "inputs" / "images").glob("*.png"))
+    assert [file.read_bytes() for file in stored] == [
+        (folder / name).read_bytes()
+        for name in sorted(("one.png", "two.png"), key=lambda name: stored_name(folder, name))
+    ]
+    assert max(row["training/rollout_probs_diff_max"] for row in lines(config(folder, "whole"))) < 1e-5
+    before = load_file(folder / "model" / "model.safetensors")
+    assert {name for name in whole if whole[name].equal(before[name])} == {n for n in whole if "visual" in n}
+
+    run(config(folder, "cut", train={"steps": 1}))
+    for name in ("one.png", "two.png"):
+        (folder / name).rename(folder / f"gone_{name}")
+    later = config(folder, "cut", train={"steps": 2})
+    prepare_run(later, {"bright": bright}).execute(resume=True, allow_changes=True)
+    again = load_file(later.run_dir / "model" / "model.safetensors")
+    assert all(again[name].equal(whole[name]) for name in whole)
+    picture(5).save(folder / "one.png")
+    with pytest.raises(ConfigError, match=r"data \(data.train\)"):
+        prepare_run(config(folder, "whole", train={"steps": 3}), {"bright": bright}).execute(resume=True)
+
+
+def stored_name(folder, name):
+    import hashlib
+
+    return hashlib.sha256((folder / name).read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_demonstrations_and_preferences_train_on_pictures(folder, kind):
+    """The first step of the same rows with another picture is another one."""
+    section = {"sft": {}} if kind == "sft" else {"algorithm": {"name": "dpo"}}
+    section |= {"data": {"train": str(folder / f"{kind}.jsonl")}, "rollout": None, "reward": None}
+    first = run(config(folder, "first", train={"steps": 1, "rows_per_update": 3}, **section))
+    picture(7, 84, 56).save(folder / "one.png")
+    second = run(config(folder, "second", train={"steps": 1, "rows_per_update": 3}, **section))
+    assert any(not first[name].equal(second[name]) for name in first)
+
+
+@pytest.mark.parametrize("changes", [{"lora": {"rank": 2}}, {"freeze_vision": False}], ids=["adapters", "tower"])
+def test_adapters_leave_the_tower_alone_and_it_may_be_trained(folder, changes):
+    made = config(folder, model=changes, train={"steps": 1})
+    prepare_run(made, {"bright": bright}).execute()
+    [metrics] = lines(made)
+    assert metrics["actor/grad_norm"] > 0 and metrics["training/rollout_probs_diff_max"] < 1e-5
+    if "lora" not in changes:
+        after, before = (load_file(at / "model.safetensors") for at in (made.run_dir / "model", folder / "model"))
+        assert any("visual" in name and not after[name].equal(before[name]) for name in after)
+
+
+def test_groups_of_a_pool_have_their_pictures(folder):
+    from atomrl.trainer.rl import fill
+
+    made = config(folder, rollout={"source": "pool"}, train={"steps": 1}, pool={"timeout_s": 5})
+    prepared = prepare_run(made, {"bright": bright})
+    fill(prepared, groups=3, report=lambda line: None)
+    for name in ("one.png", "two.png"):
+        (folder / name).unlink()
+    prepare_run(made, {"bright": bright}).execute()
+    assert lines(made)[0]["training/rollout_probs_diff_max"] < 1e-5
+
+
+REFUSED = {
+    "vllm": ({"rollout": {"engine": "vllm"}}, "rollout.engine=vllm: VLLMEngine does not take pictures"),
+    "critic": ({"algorithm": {"name": "ppo"}}, "critic"),
+    "packed": ({"model": {"pack_rows": True}}, "model.pack_rows=true: rows with pictures are padded"),
+    "megatron": ({"backend": {"type": "megatron", "ranks": 2}}, "backend.type=megatron: trains on text alone"),
+    "sequence": ({"backend": {"type": "fsdp", "ranks": 2, "sequence": 2}}, "backend.sequence, backend.tensor: rows"),
+    "reward_model": ({"algorithm": {"name": "reward_model"}, "rollout": None, "reward": None},
+                     "reward models read text alone"),
+    "no_picture": ({"data": {"max_pixels": 99}}, "data.max_pixels: no row of the data has a picture; remove the key"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_takes_text_alone_is_refused_before_weights_are_read(folder, case, monkeypatch):
+    sections, message = REFUSED[case]
+    if case == "reward_model":
+        sections = sections | {"data": {"train": str(folder / "dpo.jsonl")}}
+    if case == "no_picture":
+        (folder / "rl.jsonl").write_text(json.dumps(ROWS[2] | {"images": []}))
+    if case == "vllm":
+        monkeypatch.setattr(VLLMEngine, "package", None)  # it need not be installed to be refused
+    (folder / "model" / "model.safetensors").unlink()
+    made = config(folder, **sections)
+    with pytest.raises(ConfigError) as error:
+        prepare_run(made, {"bright": bright} if made.kind == "rl" else None)
+    assert message in str(error.value)
+
+
+def test_a_picture_for_a_model_of_text_is_refused(folder):
+    make_tiny_model(folder / "text")
+    with pytest.raises(DataError, match=r"rl.jsonl:1: column 'images' has pictures"):
+        prepare_run(config(folder, model={"path": str(folder / "text")}), {"bright": bright})
+    assert not Path(folder / "run").exists()
