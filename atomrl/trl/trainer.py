@@ -167,7 +167,9 @@ class Trainer:
             raise ConfigError("processing_class and tokenizer are the same; give only one")
         tokenizer = tokenizer if processing_class is None else processing_class
         if tokenizer is not None and hasattr(tokenizer, "image_processor"):
-            raise ConfigError("processing_class: a processor of pictures; models read text only: give its tokenizer")
+            raise ConfigError(
+                "processing_class: a processor of pictures; trainers read text only (a config trains on pictures): give its tokenizer"
+            )
         if isinstance(self.args, TRLConfig):
             self.args.check(batches=True)
         self._given = GivenModel(model)
