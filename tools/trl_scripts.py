@@ -99,6 +99,7 @@ CHAT = {"messages": [user("What is 2+3?"), assistant("5")]}
 CASES = [{"input": "1\n", "output": "2\n"}]
 ROWS: list[tuple[str, dict[str, Any]]] = [
     ("dmath-candidates", {"system_prompt": "Be exact.", "prompt": "What is 2+3?", "chosen": "5", "rejected": "6"}),
+    ("dolphin", {"instruction": "Add.", "input": "2+3", "accepted": "5", "rejected": "6"}),
     ("simpletoolcalling", {"user_content": "Weather in Rome?", "tool_name": "get_weather",
                            "tool_arguments": "{\"location\": \"Rome\"}"}),
     ("gsm8k", {"question": "Tom has 2 and gets 3. How many?", "answer": "2+3=5\n#### 5"}),
@@ -122,7 +123,7 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("kto", {"prompt": [user("hi")], "completion": [assistant("Hello.")], "label": True}),
     ("descriptiveness", {"prompt": "hi", "chosen": [user("hi"), assistant("a")],
                          "rejected": [user("hi"), assistant("b")]}),
-    ("dpo|pairs|binarized|preference|harmless.*dpo", PAIR | {
+    ("dpo|pairs|binarized|preference|hh-rlhf", PAIR | {
         "prompt": "hi", "score_chosen": 8.0, "score_rejected": 3.0, "system_prompt": "Be kind.",
         "messages": PAIR["chosen"]}),
     ("chatbot_arena_completions", {"prompt": [user("hi")], "completion": [assistant("Hello.")], **CHAT}),
@@ -439,8 +440,8 @@ def page(results: Sequence[tuple[str, str, str]]) -> str:
     return "\n".join([
         "# Public scripts through `atomrl run`", "",
         "Written by `tools/trl_scripts.py`. Each file runs unchanged on a CPU; its models are tiny ones with random",
-        "weights, its data sets made-up rows with the same columns, and a training is cut to two steps. *ran*: both",
-        "steps, and on to its end; *refused*: AtomRL's error before training; *failed*: its own error, mostly a package,",
+        "weights, its data sets made-up rows with the same columns, and a training is cut to two steps. *ran*: these",
+        "and on to its end; *refused*: AtomRL's error before training; *failed*: its own error, mostly a package,",
         "a file or a service that is not there, or no training at all.", "",
         row(["repository", "files", *kinds]), "|---|---|---|---|---|", *map(row, counted), "",
         row(["file", "result", "reason"]), "|---|---|---|", *files, "",

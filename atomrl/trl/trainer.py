@@ -168,7 +168,8 @@ class Trainer:
         tokenizer = tokenizer if processing_class is None else processing_class
         if tokenizer is not None and hasattr(tokenizer, "image_processor"):
             raise ConfigError(
-                "processing_class: a processor of pictures; trainers read text only (a config trains on pictures): give its tokenizer"
+                "processing_class: a processor of pictures; trainers read text only (a config trains on pictures): "
+                "give its tokenizer"
             )
         if isinstance(self.args, TRLConfig):
             self.args.check(batches=True)
