@@ -10,10 +10,9 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from atomrl.common.chat_template import closing_tag, thought_opening, token_ids, tokenize_continuation
 from atomrl.common.errors import reraise_as
@@ -38,7 +37,7 @@ from atomrl.data.conversations import (
     within_turns,
 )
 from atomrl.data.files import DataError, error_list
-from atomrl.data.packing import Strategy, packed
+from atomrl.data.packing import Example, Strategy, packed
 from atomrl.data.problems import (
     COMPLETIONS,
     ENVIRONMENT,
@@ -435,24 +434,6 @@ input format of a reward model with its own template."""
 SAMPLES_AT_ONCE = 512
 OPENING_TOKENS = 16
 """Last prompt tokens in which to look for an opening of the assistant's thoughts."""
-
-
-class Example(NamedTuple):
-    """A prompt with a completion as tokens. 5 bytes per token, since a whole data set is kept in memory."""
-
-    tokens: NDArray[np.int32]
-    learned: NDArray[np.bool_]
-    """[T] True for tokens that are trained."""
-    label: int = 0
-    """1: chosen or good; -1: rejected or bad; 0: no preference."""
-    margin: float = 0.0
-    """Score of the chosen completion of the pair minus that of the rejected one."""
-    images: tuple[Image, ...] = ()
-    """Pictures of the row, in the order of their tokens."""
-
-    @property
-    def prompt_length(self) -> int:
-        return int(self.learned.argmax())
 
 
 def demonstration(prompt: Sequence[int], completion: Sequence[int], label: int = 0) -> Example:
