@@ -5,7 +5,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check
 DOWNLOAD := -m pip download --quiet --disable-pip-version-check
 CHECKED := tests/atoms tests/architecture tests/training tests/rollout tests/test_config.py
 
-.PHONY: install quickstart quickstart-search quickstart-python distributed test-distributed test-distributed-short test-vllm-oldest \
+.PHONY: install quickstart quickstart-search quickstart-python quickstart-vision distributed test-distributed test-distributed-short test-vllm-oldest \
 	test-sglang megatron test-megatron test-megatron-short test-games test-ui test-ui-short check test test-all mutations test-cpus wheel-check \
 	coverage gpu-check wheels lint lint-js docs clean
 
@@ -27,6 +27,16 @@ quickstart quickstart-search quickstart-python: install
 		test ! -e runs/$$run || mv runs/$$run runs/$$run-until-$$(date +%Y%m%d-%H%M%S); done
 	$(BIN)/atomrl train configs/$(subst -,_,$@)_sft.yaml
 	$(BIN)/atomrl train configs/$(subst -,_,$@).yaml
+
+# A tiny vision-language model learns to answer questions about drawn shapes; then the control, with pictures shuffled.
+quickstart-vision: install
+	$(BIN)/python $(INSTALL) -c constraints.txt -e ".[vision]"
+	for run in $@-warm-start $@ $@-shuffled; do \
+		test ! -e runs/$$run || mv runs/$$run runs/$$run-until-$$(date +%Y%m%d-%H%M%S); done
+	$(BIN)/python examples/vision/tiny_model.py runs/$@-model
+	$(BIN)/atomrl train configs/$(subst -,_,$@)_sft.yaml
+	$(BIN)/atomrl train configs/$(subst -,_,$@).yaml
+	$(BIN)/atomrl train configs/$(subst -,_,$@).yaml run_name=$@-shuffled data.generator_args.shuffled=true
 
 # vLLM wants exact versions of torch, transformers and numpy, so it has an environment of its own, with Ray.
 APART := .venv-distributed

@@ -21,6 +21,7 @@ from string import ascii_lowercase
 from typing import Any, Literal, NamedTuple, TypeGuard, cast
 
 from atomrl.common.errors import did_you_mean, reraise_as
+from atomrl.data import shapes
 from atomrl.data.files import DataError
 from atomrl.types import Message
 
@@ -652,6 +653,7 @@ GENERATORS = {
     "chain": Generator(make_chain, demonstrate_chain, chain_pair, CHAIN_WORDS),
     "countdown": Generator(make_countdown),
     "places": Generator(make, demonstrate, words=WORDS, split_by=split_by),
+    "shapes": Generator(shapes.make, shapes.demonstrate, words=shapes.WORDS, split_by=shapes.split_by),
     "stack_machine": Generator(make_stack_machine),
 }
 
@@ -719,7 +721,7 @@ def generate(task: str, size: int, seed: int = 0, split: Literal["train", "eval"
     seen: set[str] = set()
     misses = 0
     for row in _draws(task, f"{task}/{seed}/{split}", args):
-        content = normalise_content(row["prompt"])
+        content = normalise_content(row["prompt"]) + "".join(row.get("images", ()))
         if content in seen or row_split(task, row) != split:
             misses += 1
             if misses >= PATIENCE:

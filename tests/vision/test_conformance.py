@@ -164,7 +164,7 @@ def test_a_frozen_tower_computes_each_picture_once(case):
     backend = case.backend(rows_per_micro_batch=1)
     backend.forward_only(case.rows, {"old_logprobs"})
     backend.train_step(case.batch(), GRPO)
-    assert backend.policy.model.vision.computed == 4 == len(case.reader._patches)
+    assert backend.policy.model.vision.computed == 4
     trained = case.backend(model={"freeze_vision": False})
     trained.train_step(case.batch(), GRPO)
     assert trained.policy.model.vision.computed == 4  # once in its only micro-batch
