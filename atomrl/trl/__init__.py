@@ -85,8 +85,8 @@ INSTEAD = {
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__") or name == "pytest_plugins":  # asked for by inspection, not by a script
-        raise AttributeError(name)
+    if not name[0].isupper():  # asked for by inspection too (pytest); Python says that it is absent
+        raise AttributeError(f"AtomRL has no {name} of TRL")
     known = [each for each in INSTEAD if name.startswith(each)]
     there = f"; AtomRL has {INSTEAD[known[0]]}" if known else ""
     trainers = ", ".join(sorted(each for each in globals() if each.endswith("Trainer")))
