@@ -681,6 +681,11 @@ def normalise_content(prompt: str | Sequence[Message]) -> str:
     return " ".join(unicodedata.normalize("NFKC", prompt).casefold().split())
 
 
+def row_content(row: Row) -> str:
+    """Return what makes a problem distinct: its normalised prompt, and its pictures."""
+    return normalise_content(row["prompt"]) + "".join(row.get("images", ()))
+
+
 def content_split(content: str) -> Literal["train", "eval"]:
     """Return the split of a problem, from a hash of its normalised prompt alone.
 
@@ -721,7 +726,7 @@ def generate(task: str, size: int, seed: int = 0, split: Literal["train", "eval"
     seen: set[str] = set()
     misses = 0
     for row in _draws(task, f"{task}/{seed}/{split}", args):
-        content = normalise_content(row["prompt"]) + "".join(row.get("images", ()))
+        content = row_content(row)
         if content in seen or row_split(task, row) != split:
             misses += 1
             if misses >= PATIENCE:

@@ -16,6 +16,7 @@ from atomrl.data.tasks import (
     find_generator,
     generate,
     normalise_content,
+    row_content,
     row_split,
     run_operation,
 )
@@ -29,7 +30,7 @@ def test_rows_are_seeded_distinct_and_complete(task):
     rows = generate(task, 200, seed=1)
     assert rows == generate(task, 200, seed=1) and rows[:50] == generate(task, 50, seed=1)
     assert rows != generate(task, 200, seed=2)
-    assert len({normalise_content(row["prompt"]) for row in rows}) == 200
+    assert len({row_content(row) for row in rows}) == 200
     assert all(row["ground_truth"] and row["data_source"] for row in rows)
 
 
@@ -37,7 +38,7 @@ def test_rows_are_seeded_distinct_and_complete(task):
 def test_splits_are_disjoint_whatever_the_seed(task):
     train = [row for seed in range(3) for row in generate(task, 300, seed=seed)]
     held_out = [row for seed in range(3) for row in generate(task, 50, seed, "eval")]
-    contents, others = ({normalise_content(row["prompt"]) for row in rows} for rows in (train, held_out))
+    contents, others = ({row_content(row) for row in rows} for rows in (train, held_out))
     assert not contents & others
     assert {row_split(task, row) for row in train} == {"train"} and {row_split(task, row) for row in held_out} == {
         "eval"
