@@ -1,13 +1,14 @@
-# `make quickstart` and `make test` do all their set-up themselves.
+# Every target sets up what it needs in .venv.
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := -m pip install --quiet --disable-pip-version-check
 DOWNLOAD := -m pip download --quiet --disable-pip-version-check
-CHECKED := tests/atoms tests/architecture tests/training tests/rollout tests/test_config.py
+CHECKED := tests/atoms tests/algorithms tests/architecture tests/training tests/rollout tests/rewards/test_built_in.py tests/rewards/test_compute.py \
+	tests/test_config.py tests/test_docs.py tests/test_docs_facts.py tests/test_pages.py tests/ui/test_drafts.py tests/ui/test_words.py
 
 .PHONY: install quickstart quickstart-search quickstart-python quickstart-vision distributed test-distributed test-distributed-short test-vllm-oldest \
-	test-sglang megatron test-megatron test-megatron-short test-games test-ui test-ui-short check test test-all mutations test-cpus wheel-check \
-	coverage gpu-check wheels lint lint-js docs clean
+	test-sglang megatron test-megatron test-megatron-short test-games test-ui test-ui-short check keys test test-all mutations test-cpus wheel-check \
+	coverage gpu-check wheels lint lint-js docs release-notes clean
 
 install: .venv/installed
 
@@ -21,7 +22,7 @@ install: .venv/installed
 	$(BIN)/python $(INSTALL) -c constraints.txt -e ".[test]"
 	touch $@
 
-# A warm start, then GRPO: that steps pay; how often to search; when to run a program. Earlier runs are kept beside the new.
+# SFT, then GRPO: arithmetic step by step; when to search; when to run a program. Earlier runs are renamed.
 quickstart quickstart-search quickstart-python: install
 	for run in $@-warm-start $@; do \
 		test ! -e runs/$$run || mv runs/$$run runs/$$run-until-$$(date +%Y%m%d-%H%M%S); done
@@ -38,7 +39,7 @@ quickstart-vision: install
 	$(BIN)/atomrl train configs/$(subst -,_,$@).yaml
 	$(BIN)/atomrl train configs/$(subst -,_,$@).yaml run_name=$@-shuffled data.generator_args.shuffled=true
 
-# vLLM wants exact versions of torch, transformers and numpy, so it has an environment of its own, with Ray.
+# vLLM requires exact versions of torch, transformers and numpy, so it has a separate environment, with Ray.
 APART := .venv-distributed
 VLLM := 0.32.0
 VLLM_TORCH := 2.13.0
@@ -62,25 +63,25 @@ distributed: $(APART)/installed
 	$(APART)/bin/atomrl train configs/quickstart.yaml run_name=quickstart-distributed rollout.engine=vllm cluster.replicas=1 \
 		model.device=cpu
 
-# Engines apart from the trainer: the suite of engines with vLLM and Ray, and replicas that die, hang and find no room.
+# Tests of engines in other processes: the conformance suite with vLLM and Ray; replicas that die, hang or do not fit.
 test-distributed: $(APART)/installed
 	VLLM_LOGGING_LEVEL=ERROR $(APART)/bin/python -m pytest -q tests/distributed
 	VLLM_LOGGING_LEVEL=ERROR $(APART)/bin/python -m pytest -q tests/conformance/test_engines.py -k "vllm or replicas"
 
-# What CI runs of it, in some four minutes: vLLM in a Ray actor trains, runs are the same to the bit, weights arrive by each
-# way, and who is killed comes back. Where the CPU lacks an instruction of vLLM's kernels, its test is skipped, and said.
+# The part that CI runs, four minutes: training with vLLM in a Ray actor, bit-identical runs, every weight transfer, and
+# recovery after kills. If the CPU lacks an instruction of vLLM's kernels, its test is skipped with a message.
 test-distributed-short: $(APART)/installed
 	VLLM_LOGGING_LEVEL=ERROR $(APART)/bin/python -m pytest -q -rs -m short --durations=0 --durations-min=1 tests/distributed
 
-# The oldest vLLM of pyproject.toml in process, on the oldest torch. (Its kernels for CPUs take no adapters of a model that
-# is cut, and its server is too old.)
+# The oldest supported vLLM, in process, with the oldest torch. (Its CPU kernels do not support adapters with tensor
+# parallelism, and its server is too old.)
 test-vllm-oldest: APART := .venv-vllm-oldest
 test-vllm-oldest:
 	$(MAKE) APART=$(APART) VLLM=0.22.1 VLLM_TORCH=2.11.0 VLLM_TRANSFORMERS=5.17.0 $(APART)/installed
 	VLLM_LOGGING_LEVEL=ERROR $(APART)/bin/python -m pytest -q tests/conformance/test_engines.py -k "vllm and not server and not cut"
 	$(APART)/bin/python -m pytest -q tests/models/test_shared_prefix.py
 
-# SGLang is made for GPUs and wants another torch, so it has an environment of its own, with a stub for its kernels.
+# SGLang is made for GPUs and requires another torch, so it has a separate environment, with a stub for its kernels.
 SGLANG := .venv-sglang
 
 $(SGLANG)/installed: pyproject.toml tools/sglang_cpu.py
@@ -94,11 +95,11 @@ $(SGLANG)/installed: pyproject.toml tools/sglang_cpu.py
 	$(SGLANG)/bin/python tools/sglang_cpu.py prepare
 	touch $@
 
-# The suite of engines with SGLang's own server, on a CPU.
+# The conformance suite of engines with SGLang's own server, on a CPU.
 test-sglang: $(SGLANG)/installed
 	$(SGLANG)/bin/python -m pytest -q tests/conformance/test_engines.py tests/conformance/test_sglang_faults.py -k sglang
 
-# megatron-core on CPUs, in an environment of its own.
+# megatron-core on CPUs, in a separate environment.
 MEGATRON := .venv-megatron
 
 $(MEGATRON)/installed: pyproject.toml constraints.txt
@@ -107,7 +108,7 @@ $(MEGATRON)/installed: pyproject.toml constraints.txt
 		-e ".[megatron,lora]" pytest beartype pandas hypothesis
 	touch $@
 
-# Its tests, and the quickstart with every layer cut over two ranks.
+# Its tests, and the quickstart with tensor parallelism over two ranks.
 megatron: test-megatron
 	for run in quickstart-warm-start quickstart-megatron; do \
 		test ! -e runs/$$run || mv runs/$$run runs/$$run-until-$$(date +%Y%m%d-%H%M%S); done
@@ -115,19 +116,19 @@ megatron: test-megatron
 	$(MEGATRON)/bin/atomrl train configs/quickstart.yaml run_name=quickstart-megatron \
 		backend.type=megatron backend.ranks=2 backend.tensor=2 train.tokens_per_micro_batch=8192
 
-# Two and four ranks against one process, checkpoints, faults, the suite of back ends, and a short quickstart.
+# Two and four ranks compared with one process, checkpoints, faults, the conformance suite, and a short quickstart.
 test-megatron: $(MEGATRON)/installed
 	$(MEGATRON)/bin/python -m pytest -q tests/training/test_megatron.py tests/training/test_megatron_parts.py \
 		tests/training/test_megatron_experts.py tests/training/test_megatron_faults.py
 	$(MEGATRON)/bin/python -m pytest -q tests/learn/test_quickstart.py -k megatron
 	$(MEGATRON)/bin/python -m pytest -q tests/conformance/test_backends.py tests/conformance/test_backend_models.py -k megatron
 
-# What CI runs of it, in some three minutes: the parts, and two ranks that share every layer, and experts.
+# The part that CI runs, three minutes: units, tensor parallelism over two ranks, and experts.
 test-megatron-short: $(MEGATRON)/installed
 	$(MEGATRON)/bin/python -m pytest -q tests/training/test_megatron_parts.py
 	$(MEGATRON)/bin/python -m pytest -q tests/training/test_megatron.py tests/training/test_megatron_experts.py -m short
 
-# Other people's environments, as published, in an environment of their own.
+# Published environments of other libraries, in a separate Python environment.
 GAMES := .venv-games
 
 $(GAMES)/installed: pyproject.toml constraints.txt
@@ -139,8 +140,8 @@ $(GAMES)/installed: pyproject.toml constraints.txt
 test-games: $(GAMES)/installed
 	$(GAMES)/bin/python -m pytest -q -rs tests/environments/test_adapters.py tests/retrieval/test_service.py
 
-# The web interface in a real browser, with an environment of its own. It needs a chromium: apt-get install chromium, or
-# one named in ATOMRL_BROWSER.
+# The web interface in a real browser, in a separate environment. Install chromium (apt-get install chromium), or set
+# ATOMRL_BROWSER to its path.
 UI := .venv-ui
 
 $(UI)/installed: pyproject.toml constraints.txt
@@ -152,34 +153,38 @@ $(UI)/installed: pyproject.toml constraints.txt
 test-ui: $(UI)/installed
 	ATOMRL_UI_TESTS=required $(UI)/bin/python -m pytest -q tests/reading tests/ui
 
-# What CI runs of it; without a chromium it is skipped, and said.
+# The part that CI runs; without chromium the tests are skipped with a message.
 test-ui-short: $(UI)/installed
 	$(UI)/bin/python -m pytest -q -rs tests/ui/browser -m short
 
-# A third of the suite's time is waiting for processes: one worker more than CI has cores. What is left is shared out anew.
+# A third of the time is waiting for processes, so there is one worker more than CI has cores.
 PARALLEL := -n 3 --dist worksteal
 QUICK := -m "not slow"
 
-# One test of each kind, in ten minutes on two cores.
+# The quick tests: ten minutes on two cores.
 test: .venv/installed-test
 	$(BIN)/python -m pytest $(PARALLEL) $(QUICK)
 
-# Every combination of ranks, faults with long waits, all notebooks and pages too: CI does so each night.
+# All tests, also slow ones (every combination of ranks, long waits, notebooks, pages): CI runs them each night.
 test-all: .venv/installed-test
 	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile=others
 
-# Twenty mistakes in a copy of the package, one at a time: `make test` must notice each.
+# Make twenty mistakes in a copy of the package, one at a time; `make test` must notice each.
 mutations: .venv/installed-test
 	$(BIN)/python tools/mutations.py
 
-# The inner loop, three CPU-minutes: equations, updates, engines and the rules of the code.
+# For work on the code: lint, and quick tests of algorithms, updates, engines, rewards, keys, pages and the rules of the code.
 check: lint
 	$(BIN)/python -m pytest $(PARALLEL) $(QUICK) $(CHECKED)
+
+# The descriptions of keys in docs/reference/config.md and on the web page, from the docstrings of atomrl/config/schema.py.
+keys: .venv/installed-test
+	$(BIN)/python tools/config_keys.py
 
 coverage: .venv/installed-test
 	$(BIN)/python -m pytest $(PARALLEL) --cov --cov-report=term:skip-covered --cov-report=html:build/coverage
 
-# Engines, updates and GRPO steps beside their targets on an NVIDIA GPU, in under eight minutes; `wheels` beforehand
+# Measure engines, updates and GRPO steps on an NVIDIA GPU, in under eight minutes. Run `make wheels` first
 # for a machine that has torch and transformers but neither pydantic nor a network.
 gpu-check:
 	$(PYTHON) benchmarks/gpu_check.py
@@ -189,7 +194,7 @@ wheels:
 		--python-version 3.12 --implementation cp --abi cp312 --abi abi3 --abi none --platform manylinux2014_x86_64 \
 		--platform manylinux_2_17_x86_64 -c constraints.txt pydantic pytest beartype jaxtyping rich
 
-# As on other CPUs: without and with bfloat16 instructions (emulated: slow), AVX2 alone, one core and no C++ compiler.
+# All tests as on other CPUs: without and with bfloat16 instructions (emulated: slow), AVX2 only, one core, no C++ compiler.
 test-cpus: .venv/installed-test
 	ATOMRL_TEST_BFLOAT16=0 $(BIN)/python -m pytest $(PARALLEL)
 	ATOMRL_TEST_BFLOAT16=1 $(BIN)/python -m pytest $(PARALLEL)
@@ -198,9 +203,9 @@ test-cpus: .venv/installed-test
 	CXX=none taskset -c 0 $(BIN)/python -m pytest -n 0
 
 lint: .venv/installed-test
-	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy
+	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/codespell && $(BIN)/mypy
 
-# The pages' modules: their types as far as JavaScript tells, names that are used or there twice. It needs npm.
+# Check types and unused or duplicate names in the web interface's modules. Requires npm.
 JS := .venv-js
 
 $(JS)/installed:
@@ -210,22 +215,29 @@ $(JS)/installed:
 lint-js: $(JS)/installed
 	$(JS)/node_modules/.bin/tsc -p atomrl/tools/ui
 
-# The documentation site, into build/site: a link or an anchor that leads nowhere is an error.
+# Build the documentation site in build/site. A broken link or anchor is an error.
 docs: .venv/installed
 	$(BIN)/python $(INSTALL) -c constraints.txt -e ".[docs]"
 	$(BIN)/mkdocs build --strict
 
-# The sdist, and the wheel that is built from it, in build/dist; a short quickstart runs from the wheel, not from this checkout.
+# Build sdist and wheel in build/dist, check them, and run a short quickstart from the wheel instead of this checkout.
 wheel-check: .venv/installed
 	rm -rf build/dist build/wheel build/wheel-runs
-	$(BIN)/python $(INSTALL) -c constraints.txt build
+	$(BIN)/python $(INSTALL) -c constraints.txt build twine
 	$(BIN)/python -m build --outdir build/dist > /dev/null
+	$(BIN)/twine check --strict build/dist/*
+	! $(BIN)/python -m zipfile -l build/dist/*.whl | grep atomrl/docs/  # the documentation is not part of the package
 	$(BIN)/python $(INSTALL) --no-deps --target build/wheel build/dist/*.whl
 	cd build && for run in quickstart_sft quickstart; do \
 		PYTHONPATH=wheel ../$(BIN)/python -P -m atomrl train ../configs/$$run.yaml output_dir=wheel-runs train.steps=2 data.train_size=500 \
 			$$(test $$run = quickstart_sft || echo model.path=wheel-runs/quickstart-warm-start/model rollout.prompts_per_step=8 data.eval_size=20) \
 			|| exit 1; done
 	cd build && PYTHONPATH=wheel ../$(BIN)/python -P -c "import atomrl; assert 'wheel' in atomrl.__file__, atomrl.__file__"
+
+# The text of a release, from CHANGELOG.md: `make release-notes TAG=v0.1.0`. The workflow `release` runs on a pushed tag.
+release-notes:
+	mkdir -p build
+	$(PYTHON) tools/release_notes.py $(TAG) > build/release_notes.md
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-TYPE_CHECKING = False  # as in typing, whose import would cost each use of the package
+TYPE_CHECKING = False  # as in typing, which takes time to import
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from atomrl.config import RunConfig
     from atomrl.tracking.reading import Run
 
-# Products are the same to the bit with any number of threads: MKL splits no sum over them. It reads this once, at its
+# MKL then splits no sum over threads, so products are bit-identical with any number of them. It reads this once, at its
 # first product.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
-if os.environ.get("ATOMRL_RUN"):  # a process that `atomrl run` started: its user's modules import trl
+if os.environ.get("ATOMRL_RUN"):  # a process of `atomrl run`: the script imports trl
     from atomrl.redirect import install
 
     install()
@@ -36,19 +36,19 @@ def train(
     callbacks: Sequence[Callable[[int, Mapping[str, float]], None]] = (),
     resume: bool = False,
 ) -> dict[str, Any]:
-    """A run of any kind (reinforcement learning, supervised, preferences, reward model, pretraining) from Python.
+    """Train a model: reinforcement learning, supervised, preferences, reward model or pretraining.
 
-    Functions of a script, lambdas and closures will do. The run's `config.yaml` has their names alone, so only a script
-    that gives them again can resume it.
+    Functions may be defined in the script, also as lambdas and closures. The run's `config.yaml` has only their names,
+    so a script that resumes the run has to pass them again.
 
     Args:
         config: a YAML file, a run's folder, a `RunConfig`, or a dict with the content of a file.
         overrides: `key=value`, as on the command line.
-        reward: in the place of `reward.functions`: `f(prompts, completions, **columns) -> list`
-            (docs/guides/rewards.md), or what a config calls it by (`./my_rewards.py:f`).
-        advantage: in the place of `algorithm.advantage`: `f(inputs: AdvantageInputs) -> Tensor`, [B] or [B, T], or the
-            path of one.
-        rewards: functions of this process, by the name that `reward.functions` has for them.
+        reward: replaces `reward.functions`: `f(prompts, completions, **columns) -> list` (docs/guides/rewards.md), or
+            the path of one, as in a config (`./my_rewards.py:f`).
+        advantage: replaces `algorithm.advantage`: `f(inputs: AdvantageInputs) -> Tensor`, [B] or [B, T], or the path of
+            one.
+        rewards: functions of this process, by their names in `reward.functions`.
         callbacks: called after each step with its number and metrics.
         resume: continue from the run's newest checkpoint.
 
@@ -56,7 +56,7 @@ def train(
         The run's summary.
 
     Raises:
-        ConfigError, DataError, ValueError: what is wrong, where, and what to do.
+        ConfigError, DataError, ValueError: invalid input; the message names the place and the remedy.
 
     Example:
         >>> import atomrl
@@ -81,10 +81,10 @@ def train(
 
 
 def load_run(path: str | Path) -> Run:
-    """The run in a folder: finished, under way or killed, of this or another version.
+    """Read the folder of a run: finished, running or killed, written by this or another version.
 
     Raises:
-        ReadError: it is not the folder of a run; the message lists runs below it.
+        ReadError: the folder is not that of a run; the message lists runs below it.
 
     Example:
         >>> import atomrl

@@ -1,4 +1,4 @@
-"""How busy tools leave the engine: throughput beside tools that take their time, and beside a barrier per turn.
+"""Throughput of the engine with slow tools, compared with a barrier after each turn.
 
     python benchmarks/agents.py [--repeats 3] [--rows 128] [--dtype float32] [--out FILE.json]
 

@@ -81,7 +81,7 @@ def random_text(rng: random.Random, plain: bool = False) -> str:
 
 
 def answers(name: str, role: str, plain: bool) -> list[list[str]]:
-    """What is answered in an episode, turn by turn: one text, or those of several messages."""
+    """Return the replies of an episode, turn by turn: one text, or the texts of several messages."""
     rng = random.Random(name)
     counts = [rng.randint(1, 3) if role == "tool" else 1 for _ in range(rng.randint(1, 4))]
     return [[random_text(rng, plain) for _ in range(count)] for count in counts]

@@ -1,4 +1,4 @@
-"""How well the graders agree with labels, and with math-verify: for `benchmarks/rewards.py`."""
+"""Agreement of the graders with labels and with math-verify, for `benchmarks/rewards.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from atomrl.rewards import boxed, correctness_reward, exact_match, gsm8k, strict
 
 VARIANTS = ["{a}", "${a}", "\\${a}", "{a}.", "{a}.0", "{a}.00", "{c}", "${c}", "\\frac{{{d}}}{{2}}", "{d}/2", "{a}\\%",
             "{a}\\text{{ units}}", "\\text{{ }}{a}", "x = {a}", "{a} "]  # fmt: skip
-"""How models write a whole number in a box; all of them right where {a} is."""
+"""Ways in which models write a whole number in a box; all equal {a}."""
 
 
 def labelled(shared: Path) -> Iterator[tuple[str, str, float]]:

@@ -44,7 +44,7 @@ ROWS_PER_STEP = 128
 MAX_STEPS = 400
 """A run that has not sampled its tokens by then is a failure."""
 CURVES = ("tokens", "reward", "length", "entropy", "kl", "seconds")
-"""What a result has of each step. `reward` and `length` are of all completions that were drawn, those in groups that
+"""Metrics of each step in a result. `reward` and `length` are of all completions that were drawn, those in groups that
 were refused among them."""
 Drawn = tuple[Sequence[int], Sequence[int], Sequence[float]]
 """A sampled completion: the prompt's tokens, its own, and their log-probs."""
@@ -230,7 +230,7 @@ def run_all(configs: Mapping[str, Path], seeds: Sequence[int], model: str, budge
 
 
 def summarise(runs: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> dict[str, Any]:
-    """What the table and the pages show of an algorithm's runs, and the curves with few digits."""
+    """Summarize an algorithm's runs for the table and the pages; curves are rounded."""
     before, after = ([value for run in runs for value in run[name]] for name in ("before", "after"))
     gains = [b - a for a, b in zip(before, after, strict=True)]
     gain, error = _mean(gains), _standard_error(gains)
@@ -302,7 +302,7 @@ def configs_of(names: Sequence[str]) -> dict[str, Path]:
 
 
 def check_models(configs: Mapping[str, Path], model: str) -> None:
-    """That the start and the teachers are there.
+    """Check that the initial model and the teachers exist.
 
     Raises:
         SystemExit: how to make the one that is not.

@@ -25,7 +25,7 @@ PARENT_STYLES = ("-", ":")
 
 
 class Places(NamedTuple):
-    """Where the results go."""
+    """Paths of the results."""
 
     numbers: Path
     table: Path
@@ -153,7 +153,7 @@ def _draw_cell(axis: Any, summaries: Mapping[str, Any], name: str, metric: str) 
 
 
 def _parents(summaries: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Those that there are results of."""
+    """Return the parents that have results."""
     return {
         parent: summaries[parent] for parent in summaries[name]["parents"] if parent in summaries and parent != name
     }

@@ -179,7 +179,7 @@ def one_run(tree: Mapping[str, Any], name: str, seed: int, reward_s: float, tail
 
 
 def measured(rows: Sequence[Mapping[str, float]], prompts: int) -> dict[str, Any]:
-    """Of a run's metrics."""
+    """Summarize a run's metrics."""
     total = sum(row["timing_s/step"] for row in rows)
     phases = {
         phase: [row.get(f"timing_s/{phase}", 0.0) for row in rows]
@@ -342,7 +342,7 @@ def main() -> int:
 
 
 def completions_of(tree: Mapping[str, Any]) -> int:
-    """Of a group."""
+    """Return the completions per group."""
     return load_config(tree | {"run_name": "x"}).rollout.completions_per_prompt
 
 

@@ -15,7 +15,7 @@ PAYLOAD_MARK = "/tmp/atomrl_payload_was_run"
 STARTS = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "pty.spawn", "ctypes.dlopen",
           "socket.connect", "os.remove", "os.rename", "os.mkdir", "shutil.", "pickle.find_class")  # fmt: skip
 WORDS = ("__import__", "open", "exec", "eval", "compile", "subprocess", "pathlib", "__class__", "write18", PAYLOAD_MARK)
-"""Of the payloads: no code that holds one may be compiled or run."""
+"""Words of the payloads: no code that contains one may be compiled or run."""
 _watching = False
 _path = os.environ.get(AUDIT_LOG)
 

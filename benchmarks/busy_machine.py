@@ -184,7 +184,7 @@ def measure(
 
 
 def weights(size: str, model: Path, folder: Path, count: int) -> str:
-    """Of two steps with a number of threads."""
+    """Return a hash of the weights after two steps with a number of threads."""
 
     def after(step: int, metrics: Mapping[str, float]) -> None:
         use("one" if count == 1 else "all", None)

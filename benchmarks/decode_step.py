@@ -1,4 +1,4 @@
-"""What a decode step of the native engine costs a GPU, as far as a machine without one can say.
+"""Cost of a decode step of the native engine on a GPU, counted on a machine without one.
 
     python benchmarks/decode_step.py [--parts launches memory schedules compile] [--schedules 1000]
 
@@ -355,7 +355,7 @@ SHAPES = (
     {"heads": 16, "kv_heads": 1, "head_dim": 256},
     {"heads": 8, "kv_heads": 4, "head_dim": 256},
 )
-"""Of heads: one query head for each key head up to 16, and every size that models have."""
+"""Shapes of heads: 1 to 16 query heads per key head, and every head size of common models."""
 
 
 def compile_kernels(capabilities, dtype=torch.bfloat16, shapes=SHAPES) -> list[dict]:

@@ -52,7 +52,7 @@ READ = re.compile(
     r"|reward/(?:.*/mean|length_corr|missing_r)|by_group/|response_length/(?:mean|max|clip|ran)|environment/(?:replies|ended)|rollout/groups_accepted"
     r"|actor/(?:entropy|grad_norm$|lr|ppo_kl|pg_clipfrac$|skipped)|training/rollout_probs_diff_mean/"
 )
-"""How the names of what the rules read begin."""
+"""Prefixes of the metrics that the rules read."""
 HACKED = re.compile(r"paid|pays_for|reward_without_accuracy")
 """In the ids of findings about a reward that is hacked."""
 
@@ -208,7 +208,7 @@ def hacks(out: Path) -> dict[str, Case]:
 
 
 def good(out: Path) -> dict[str, Case]:
-    """What should hear nothing of a hack."""
+    """Return the runs that must not be reported as hacked."""
     easy = out / "easy.jsonl"
     own = [*QUICK, f"data.train={easy}", f"data.eval={easy}"]
     algorithms = {name: ["rollout.prompts_per_step=16"] for name in ("rloo", "dr_grpo", "dapo", "gspo", "opo")}
@@ -280,7 +280,7 @@ def one_run(name: str, case: Case, out: Path, seed: int | None) -> Path:
 
 
 def recorded(run: Path, case: Case) -> dict[str, Any]:
-    """What the doctor reads of a run: metrics by name, to three digits, and completions of the step of the finding."""
+    """Return the doctor's input from a run: metrics to three digits, and completions of the step of the finding."""
     rows = read_metrics(run / "metrics.jsonl")
     found = {finding.id: finding.step for finding in diagnose(rows)}
     rows = [row for row in rows if not is_evaluation(row) and row["step"] <= found.get(str(case.finding), row["step"])]

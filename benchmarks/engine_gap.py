@@ -1,4 +1,4 @@
-"""How far vLLM is from the trainer: log-probs in float32, tokens in flight, and probabilities in bfloat16.
+"""Difference between vLLM and the trainer: log-probs in float32, tokens in flight, probabilities in bfloat16.
 
     python benchmarks/engine_gap.py [--parts float32 bfloat16 still] [--heads tied untied] [--ways in_process actor]
         [--steps 50] [--updates 3] [--model DIR] [--out DIR]
@@ -80,7 +80,7 @@ class Source:
 
 
 def largest_error(policies: list[Any], outputs: list[GenerationOutput], starts: dict[str, tuple[int, ...]]) -> float:
-    """Of the log-prob of any token, beside a float64 forward pass of the policy that drew it."""
+    """Return the largest error of a log-prob, relative to a float64 forward pass of the policy that sampled it."""
     worst = 0.0
     for output in outputs:
         start = starts[output.request_id.partition("/")[0]]

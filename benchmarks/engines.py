@@ -46,13 +46,13 @@ sys.path.insert(0, str(ROOT))
 
 @dataclass(frozen=True)
 class Kind:
-    """How an engine runs."""
+    """Placement of an engine: process, replicas, threads."""
 
     engine: str
     replicas: int = 0
     """In Ray actors; 0: in the process itself."""
     share: float = 1.0
-    """Of the threads, that each replica has."""
+    """Share of the threads that each replica has."""
     needs: tuple[str, ...] = ()
 
 
@@ -69,13 +69,13 @@ KINDS = {
 }
 ONES = {"two actors": {"all": "actor", "half": "actor, half"}}
 WORK = {"3M": {"prompts": 16, "fixed": 64, "ragged": 256}, "80M": {"prompts": 16, "fixed": 48, "ragged": 128}}
-"""Of a step: prompts, and the longest completion of each workload."""
+"""Prompts of a step, and the longest completion of each workload."""
 BAR = 1.2
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What a step took."""
+    """Times and tokens of a step."""
 
     tokens: int
     update_s: float
@@ -177,7 +177,7 @@ class Worker:
         there.close()
 
     def answer(self) -> Any:
-        """What it says next."""
+        """Return the next answer of the process."""
         try:
             return json.loads(self.line.recv_bytes())
         except EOFError:
@@ -192,7 +192,7 @@ class Worker:
 
 
 def processor_seconds() -> dict[int, float]:
-    """Of each of this process's children, with all that come from it."""
+    """Return the CPU time of each child process, its descendants included."""
     parents, seconds = {}, {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -224,7 +224,7 @@ def one_turn(worker: Worker, workload: str, version: int, prompts: list[list[int
 
 @contextmanager
 def environment(threads: int) -> Iterator[None]:
-    """What the processes of engines inherit."""
+    """Set the environment variables that engine processes inherit."""
     before = dict(os.environ)
     os.environ.update(OMP_NUM_THREADS=str(threads), VLLM_LOGGING_LEVEL="ERROR", TOKENIZERS_PARALLELISM="false")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [before.get("PYTHONPATH")])])

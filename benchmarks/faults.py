@@ -1,4 +1,4 @@
-"""Kill, freeze and stop runs whose trainer and engines are Ray actors, and see what becomes of them.
+"""Kill, freeze and stop runs whose trainer and engines are Ray actors, and check the result.
 
     python benchmarks/faults.py                                      20 kills, 20 freezes, 10 of each signal
     python benchmarks/faults.py --kills 1 --freezes 0 --signals 0 --out FOLDER
@@ -84,7 +84,7 @@ class TrainingRun:
             )
 
     def processes(self) -> dict[int, str]:
-        """Those of the run that are there, with what they are called."""
+        """Return the run's living processes: id -> name."""
         found = {}
         for place in Path("/proc").glob("[0-9]*"):
             try:
@@ -110,7 +110,7 @@ class TrainingRun:
 
     @property
     def steps(self) -> int:
-        """How many are done."""
+        """Return the number of steps done."""
         path = self.out / "run" / "metrics.jsonl"
         return path.read_text().count("\n") if path.exists() else 0
 

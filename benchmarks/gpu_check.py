@@ -1,4 +1,4 @@
-"""What a machine with an NVIDIA GPU shows, in under eight minutes, each figure beside its target.
+"""Measure a machine with an NVIDIA GPU in under eight minutes, each figure beside its target.
 
     python benchmarks/gpu_check.py [--out gpu_check] [--parts native update ...] [--seconds 470]
     python benchmarks/gpu_check.py --cpu        # every part at tiny shapes, to try the script
@@ -66,15 +66,15 @@ RANK = 32
 
 @dataclass(frozen=True)
 class Size:
-    """How much work a part does."""
+    """Amount of work of each part."""
 
     prompts: int
     prompt_tokens: int
     members: int
     tokens: int
-    """Of a completion."""
+    """Tokens of a completion."""
     rows: int
-    """Of an update; groups of 8."""
+    """Rows of an update; groups of 8."""
     row: tuple[int, int]
     """Tokens of prompt and completion of each."""
 
@@ -107,7 +107,7 @@ class Figure:
         return "ok" if (self.value >= self.target if self.least else self.value <= self.target) else "missed"
 
     def cells(self) -> tuple[str, str, str, str]:
-        """What the table has of it."""
+        """Return its cells in the table."""
         target = "" if self.target is None else f"{'>=' if self.least else '<='} {_short(self.target)}"
         return self.what, f"{_short(self.value)} {self.unit}".strip(), target, self.verdict
 
@@ -502,7 +502,7 @@ PARTS: Mapping[str, tuple[Callable[[Bench], None], float, tuple[str, ...]]] = {
 
 
 def installed(name: str) -> bool:
-    """Whether a package can be imported."""
+    """Return True if a package can be imported."""
     return importlib.util.find_spec(name) is not None
 
 

@@ -1,5 +1,4 @@
-"""A small model with many habits, and rewards that pay for one of them: what `benchmarks/doctor.py` makes hacked runs
-of.
+"""A small model with many habits, and rewards that pay for one of them, for the hacked runs of `benchmarks/doctor.py`.
 
 The task has 60 problems ("Start with 3. Add 1. Add 2. What is the last digit?"). The demonstrations of the warm start
 solve them step by step, guess, or do something else that pays nothing under an honest reward: repeat a name, copy the
@@ -31,7 +30,7 @@ HABITS: dict[str, Callable[[random.Random, dict[str, str]], str]] = {
 }
 """Name -> a completion of a row."""
 SHARES = {"careful": 0.3, "hasty": 0.22}
-"""Of the demonstrations; each other habit has 0.06."""
+"""Shares of the demonstrations; each other habit has 0.06."""
 WORDS = ("Start with ", ". Add ", ". What is the last digit?", "<think>", "</think>", "<answer>", "</answer>", "easy",
          "Max. ", " Great question!", "I do not know.")  # fmt: skip
 
@@ -74,7 +73,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def openings() -> list[dict[str, str]]:
-    """How stories begin."""
+    """Return prompts with the first words of stories."""
     people, places = (
         ("a little girl", "a boy", "a cat", "a bird", "an old man", "a bear"),
         ("park", "forest", "house", "sea"),

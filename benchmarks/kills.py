@@ -66,7 +66,7 @@ def prepare(folder: Path) -> None:
 
 
 def outcome(run: Path) -> dict[str, Any]:
-    """What has to be the same."""
+    """Return the results of a run that must not change."""
     last = run / "checkpoints" / "step_000012"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     kept = [{k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/"))} for row in rows]

@@ -28,7 +28,7 @@ from atomrl.models.lora import add_adapters
 from atomrl.models.memory import planning_shape
 
 PRODUCTS = {"mm", "addmm", "addmm_", "linear"}
-"""Of attention there are none: on meta tensors it is PyTorch's reference, on a GPU one kernel."""
+"""Names of matrix products. Attention is not counted: on meta tensors it is PyTorch's, on a GPU one kernel."""
 
 
 class Launches(TorchDispatchMode):

@@ -48,7 +48,7 @@ def medium(folder: Path) -> str:
 
 
 def both(config: RunConfig, steps: int) -> dict[str, float]:
-    """What is planned of a config, and what some steps of it really take."""
+    """Return memory and time of a config by `plan --probe`, and of some real steps."""
     planned = forecast(config, prepare_run(config))
     real = measure(config, {"train": {"steps": steps}})
     return {

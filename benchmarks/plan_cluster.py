@@ -29,9 +29,9 @@ class Model:
     hidden: int
     vocabulary: int
     query_numbers: int
-    """Of a layer and token: heads x size of a head."""
+    """Numbers per layer and token: heads x head size."""
     kv_numbers: int
-    """Of a layer and token: keys and values x their heads x size of a head."""
+    """Numbers per layer and token: keys and values x their heads x head size."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ H200 = Gpu("H200", 989 * TB, 141 * GB, 4.8 * TB, 3.5)
 
 @dataclass(frozen=True)
 class Plan:
-    """What is assumed; the figures that follow are its properties, in bytes and seconds."""
+    """Assumptions of a plan; its properties are the resulting figures, in bytes and seconds."""
 
     model: Model = QWEN_32B
     gpu: Gpu = H100
@@ -107,11 +107,11 @@ class Plan:
     """Between two nodes over TCP, as Ray's object store sends: one stream of a 100 Gbit/s network."""
     disk_write: float = 2 * GB
     disk_read: float = 5 * GB
-    """Of a shared file system, by one client."""
+    """Reading speed of a shared file system, by one client."""
     copy: float = 10 * GB
     """In a machine's memory, and between it and a GPU: one thread."""
     hash: float = 3 * GB
-    """Of `tensor_hash` on a CPU: 0.2 s for 0.6 GB."""
+    """Speed of `tensor_hash` on a CPU: 0.2 s for 0.6 GB."""
 
     # ---- Lengths ----
 
@@ -144,8 +144,8 @@ class Plan:
     # ---- Training ----
 
     def token_flops(self, tokens: float) -> float:
-        """Of a token in a row of so many: forward 2 a parameter, and causal attention over half of the row on average;
-        times 4, as a backward pass is two and gradient checkpointing repeats the forward pass."""
+        """Operations of a token in a row of this length: forward 2 per parameter, and causal attention over half of the
+        row on average; times 4, as a backward pass is two and gradient checkpointing repeats the forward pass."""
         attention = 2 * tokens * self.model.layers * self.model.query_numbers
         return 4 * (2 * self.model.parameters + attention)
 
@@ -165,7 +165,7 @@ class Plan:
 
     @property
     def micro_batches(self) -> int:
-        """Of a GPU in a step, each as large as the longest row."""
+        """Micro-batches of a GPU in a step, each as large as the longest row."""
         return math.ceil(self.trained_tokens / (self.trainers * self.row))
 
     @property
@@ -195,7 +195,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether trainer and engines have room, with a tenth of the trainers' memory left over."""
+        """True if trainer and engines fit, with a tenth of the trainers' memory left over."""
         return sum(self.trainer_memory.values()) <= 0.9 * self.gpu.memory and self.engines > 0 and self.rows > 0
 
     # ---- Drawing ----
@@ -206,7 +206,7 @@ class Plan:
 
     @property
     def kv_bytes(self) -> float:
-        """Of a token, in all layers."""
+        """Bytes of the cache per token, in all layers."""
         return 2 * self.model.layers * self.model.kv_numbers
 
     @property
@@ -215,7 +215,7 @@ class Plan:
 
     @property
     def cache_tokens(self) -> float:
-        """That an engine's memory has room for."""
+        """Tokens of the cache that fit into an engine's memory."""
         return (self.kept * self.tensor_parallel * self.gpu.memory - self.weight_bytes) / self.kv_bytes
 
     @property
@@ -243,7 +243,7 @@ class Plan:
 
     @property
     def tokens_a_second(self) -> float:
-        """Of all engines."""
+        """Tokens per second of all engines."""
         return self.engines * self.busy_rows / self.token_s(self.busy_rows)
 
     @property
@@ -292,7 +292,7 @@ class Plan:
 
     @property
     def dollars(self) -> float:
-        """Of 1,000 steps."""
+        """Price of 1,000 steps."""
         return 1000 * self.overlapped_s / 3600 * self.gpus * self.gpu.dollars_an_hour
 
 

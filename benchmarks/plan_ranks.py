@@ -43,7 +43,7 @@ CHOICES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "without checkpointing": ({}, {"gradient_checkpointing": False}),
     "`lora.rank: 16`": ({}, {"lora": {"rank": 16}}),
 }
-"""What is changed of `backend`, and of `model`."""
+"""Changes of `backend` and of `model`."""
 
 
 STATE = ("trainer weights", "gradients", "optimizer")

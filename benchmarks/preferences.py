@@ -26,7 +26,7 @@ from atomrl.trainer import prepare_run
 ROOT = Path(__file__).parents[1]
 METHODS = [name for name, objective in PREFERENCES.items() if not objective.online]
 MAIN = ("dpo", "ipo", "hinge_dpo", "robust_dpo", "kto", "orpo", "simpo", "cpo")
-"""Those that have three seeds."""
+"""Methods with three seeds."""
 PAIRS = 500
 """Held-out ones of a seed."""
 
@@ -55,7 +55,7 @@ KEYS = ("preference_accuracy", "preference_margin", "logprob_accuracy")
 
 
 def table(out: Path) -> str:
-    """Of what is finished: mean over seeds, and the standard error of a share of that many pairs."""
+    """Return the table of finished runs: mean over seeds, and the standard error of a share of that many pairs."""
     lines = [
         "| method | seeds | steps | accuracy before | after | margin of rewards after |",
         "|---|---|---|---|---|---|",

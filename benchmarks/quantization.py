@@ -71,7 +71,7 @@ def memory(folder: Path) -> None:
 
 
 def merging(folder: Path) -> None:
-    """What merging says of adapters that add about a percent."""
+    """Print the errors that merging reports for adapters that add about a percent."""
     print(f"\n{'merged':<16}{'base off':>12}{'added':>13}{'rounding':>12}")
     for kind in (None, "int8", "nf4"):
         policy = load_policy(folder, dtype=torch.bfloat16, lora=LoraConfig(rank=8), quantization=kind)

@@ -1,4 +1,4 @@
-"""What becomes of a run of several ranks of which one has a fault, at random points.
+"""Inject faults into one of several ranks at random points, and check the result of the run.
 
     python benchmarks/rank_faults.py                                10 points of each fault
     python benchmarks/rank_faults.py --points 1 --ranks 2 --faults SIGKILL
@@ -40,7 +40,7 @@ TIMEOUT_S = 10.0
 STEPS = 6
 SAVED_EVERY = 2
 PLACES = {"forward": 3 * STEPS, "backward": 2 * STEPS, "step": STEPS, "write": STEPS // SAVED_EVERY}
-"""Where a fault strikes, and how often a rank comes there in a run, at the least: a step has log-probs of the
+"""Points of a fault, and the minimum number of times that a rank passes them in a run: a step has log-probs of the
 reference, and two micro-batches of an update."""
 COMPUTING = ("forward", "backward")
 LIMITS_S = {"SIGKILL": 3.0, "SIGSTOP": TIMEOUT_S + 15.0, "out of memory": 15.0, "not finite": None}
@@ -126,7 +126,7 @@ def distance(mine: Weights, theirs: Weights) -> float:
 
 
 def faults_of(fault: str, going_on: Outcome, ending: Outcome, alone: Weights) -> list[str]:
-    """What is not as said."""
+    """Return the differences from the expected result."""
     found = []
     limit = LIMITS_S[fault]
     for outcome in (going_on, ending):

@@ -1,4 +1,4 @@
-"""What several ranks cost and save: the time of a step, and the peak memory of a rank beside the arithmetic.
+"""Costs and savings of several ranks: the time of a step, and the peak memory of a rank beside the estimate.
 
     python benchmarks/ranks.py                          3M and 53M parameters: one process, 2 and 4 ranks
     python benchmarks/ranks.py --sizes 3M --steps 3 --ranks 2
@@ -67,7 +67,7 @@ OURS = (
 
 
 class Variant(NamedTuple):
-    """How many processes train; one without a group is the back end of one process."""
+    """Number of training processes; one without a group is the back end of one process."""
 
     world: int = 1
     sequence: int = 1
@@ -107,7 +107,7 @@ def make_batch(rows: int = ROWS, full: bool = False) -> TrainingBatch:
 
 
 def given(folder: str, device: str, **train: Any) -> dict[str, Any]:
-    """What a back end is told."""
+    """Return the arguments of a back end."""
     return {
         "model": ModelConfig(path=folder, dtype="float32" if device == "cpu" else "bfloat16"),
         "train": TrainConfig(learning_rate=1e-4, **train),
@@ -134,7 +134,7 @@ def formula(folder: str, variant: Variant, device: str) -> int:
 
 
 def here(tensor: Any) -> Tensor:
-    """What of a tensor is on this rank."""
+    """Return the part of a tensor on this rank."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -177,7 +177,7 @@ def timed(at: Connection, variant: Variant, rank: int, folder: str, port: int, d
 
 
 class MallocInfo(ctypes.Structure):
-    """What `mallinfo2` gives."""
+    """The result of `mallinfo2`."""
 
     _fields_ = (("numbers", ctypes.c_size_t * 10),)
 
@@ -242,7 +242,7 @@ class Group:
             self.processes.append(process)
 
     def answers(self) -> list[Any]:
-        """What each process says next."""
+        """Return the next answer of each process."""
         return [end.recv() for end in self.ends]
 
     def step(self) -> tuple[float, float]:

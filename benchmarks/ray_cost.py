@@ -1,4 +1,4 @@
-"""What Ray costs: the step of a run with engine, and engine and trainer, in actors, over the same run in one process.
+"""Cost of Ray: the step of a run with engine, or engine and trainer, in actors, relative to the run in one process.
 
     python benchmarks/ray_cost.py                          3M parameters, five rounds of 12 steps, in turns
     python benchmarks/ray_cost.py --rounds 2 --steps 6
@@ -44,7 +44,7 @@ def config(folder: Path, steps: int) -> dict[str, Any]:
 
 
 def private_bytes(pids: list[int]) -> int:
-    """What processes have for themselves, and their share of what they have in common."""
+    """Return the proportional memory of processes (PSS): private pages, and their share of common ones."""
     total = 0
     for pid in pids:
         try:

@@ -74,7 +74,7 @@ def make_queries(path: Path, count: int, rng: random.Random) -> list[str]:
 
 
 def exhaustive(path: Path, queries: list[str]) -> Iterator[np.ndarray]:
-    """Of each query the BM25 of every document."""
+    """Yield the BM25 score of every document, for each query."""
     wanted = {word for query in queries for word in query.split()}
     places = {word: (array("i"), array("i")) for word in wanted}
     lengths = array("i")

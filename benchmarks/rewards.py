@@ -132,7 +132,7 @@ def speed() -> dict[str, Any]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """What a process has used so far."""
+    """Return the CPU time of a process so far."""
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
@@ -167,7 +167,7 @@ def audit() -> dict[str, Any]:
 
 
 def audited_call(name: str, texts: list[str]) -> int:
-    """How many of the texts one reward scored, in a worker with the hook."""
+    """Return the number of texts that one reward scored, in a worker with the hook."""
     columns = {"numbers": [9, 9], "reasoning_gym": {}}
     samples = {
         str(n): Problem(problem_id=str(n), prompt="p", ground_truth="18", columns=columns) for n in range(len(texts))

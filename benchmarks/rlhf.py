@@ -139,7 +139,7 @@ def by_kind(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
 
 
 def hasty(completion: str) -> bool:
-    """Whether a completion goes straight to its answer."""
+    """Return True if a completion has no reasoning steps."""
     return "<think>easy</think>" in completion
 
 

@@ -1,4 +1,4 @@
-"""Whether runs are one run but for rounding: loss and gradient norm of every step, and the weights at the end.
+"""Check that runs are equal up to rounding: loss and gradient norm of every step, and the final weights.
 
     python benchmarks/same_runs.py runs/one_process runs/two_ranks runs/hybrid --within 1e-4
 
@@ -24,14 +24,14 @@ NUMBERS = ("sft/nll_per_token", "actor/grad_norm")
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:
-    """What a run wrote of its updates."""
+    """Return the metrics of a run's updates."""
     file = run / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
     return [row for row in rows if "actor/grad_norm" in row]
 
 
 def distances(run: Path, first: Path) -> dict[str, float]:
-    """How far a run is from the first, by what is compared.
+    """Return the differences of a run from the first, by metric.
 
     Raises:
         ValueError: there is nothing to compare, or one has other steps or weights.

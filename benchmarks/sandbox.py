@@ -1,4 +1,4 @@
-"""What a sandbox costs: milliseconds of a program in it and of the same program in plain Python, one after the other.
+"""Cost of the sandbox: milliseconds of a program in it and of the same program in plain Python, in turns.
 
     python benchmarks/sandbox.py [--runs 200] [--out FILE.json]
 

@@ -44,7 +44,7 @@ REPLIES = "--replies-in-loss"
 
 
 def searches(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
-    """How often each completion searched: a reward whose weight is what a search costs, be the answer right or not."""
+    """Return the number of searches of each completion: a reward whose weight is the cost of a search."""
     return [float(text.count("</search>")) for text in completions]
 
 
@@ -106,7 +106,7 @@ def evaluate(model: Path, out: Path, questions: int, *overrides: str) -> dict[st
 
 
 def by_hops(path: Path) -> dict[str, dict[str, float]]:
-    """Of a file of completions."""
+    """Summarize a file of completions by number of hops."""
     found = defaultdict(list)
     for line in path.read_text(encoding="utf-8").strip().split("\n"):  # splitlines() cuts at what a model may write
         row = json.loads(line)
@@ -160,7 +160,7 @@ def table(results: Sequence[dict[str, Any]], what: str, name: str) -> str:
 
 
 def collapses(result: dict[str, Any], folder: Path) -> str:
-    """Of each collapse the searches by hops at its end, and what the doctor finds in it."""
+    """Describe each collapse: searches by hops at its end, and the doctor's findings."""
     from atomrl.tracking.doctor import diagnose
     from atomrl.tracking.reading.lines import metrics_of
 

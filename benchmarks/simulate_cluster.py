@@ -1,7 +1,7 @@
 """The loops simulated: on this machine, beside runs of it, and on 2 to 1,024 GPUs.
 
     python benchmarks/simulate_cluster.py                    clusters: about 4 minutes on two quiet cores
-    python benchmarks/simulate_cluster.py --docs             ...into docs/guides/distributed_rollout.md and its picture
+    python benchmarks/simulate_cluster.py --docs             ...into docs/development/scaling.md and its picture
     python benchmarks/simulate_cluster.py groups=256 --gpus 64       with other numbers of plan_cluster.py
     python benchmarks/simulate_cluster.py --calibrate        how far it is off here: about 4 minutes on two quiet cores
     python benchmarks/simulate_cluster.py --results runs/async_vs_sync/results.json    ...of runs of async_vs_sync.py
@@ -96,7 +96,7 @@ def divided(plan: Plan, loop: str, steps: int = STEPS) -> tuple[Plan, dict[str, 
 
 
 def limits(plan: Plan, loop: str, steps: int = STEPS) -> str:
-    """What would be gained by each thing that holds a run back, if it were not: the two largest."""
+    """Return the two largest gains from removing one limit of a run."""
     machine, mean = machine_of(plan), plan.lengths[0]
     full = plan.token_s(plan.rows) / plan.rows
     without = {
@@ -197,7 +197,7 @@ def cluster_report(pairs: Sequence[str], steps: int, sizes: Sequence[int], docs:
             print(f"{best[0].gpus} x {gpu.name}, staleness 1: {best[0].trainers} train, "
                   f"{3600 / best[1]['steps_per_hour']:.0f} s a step")  # fmt: skip
     if docs:
-        page = ROOT / "docs" / "guides" / "distributed_rollout.md"
+        page = ROOT / "docs" / "development" / "scaling.md"
         before, rest = page.read_text(encoding="utf-8").split(BEGIN)
         tables = "\n\n".join(map(scaling, found))
         page.write_text(f"{before}{BEGIN}\n\n{tables}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
@@ -264,7 +264,7 @@ def compare(report: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> str
 
 
 def fitted(runs: Mapping[str, Mapping[str, Any]], completions: int) -> dict[str, Any]:
-    """What the simulation has to know of this machine.
+    """Fit the constants of this machine for the simulation.
 
     Args:
         runs: without waiting: `many` and `few` synchronous, of two numbers of groups; `thread` with staleness 0;
@@ -351,7 +351,7 @@ def main() -> int:
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="of plan_cluster.py")
     parser.add_argument("--steps", type=int, default=STEPS, help="of each simulated run on a cluster")
     parser.add_argument("--gpus", type=int, nargs="+", default=SIZES)
-    parser.add_argument("--docs", action="store_true", help="into docs/guides/distributed_rollout.md")
+    parser.add_argument("--docs", action="store_true", help="into docs/development/scaling.md")
     parser.add_argument("--calibrate", action="store_true", help="runs of this machine, and how far it is off")
     parser.add_argument("--results", type=Path, help="of benchmarks/async_vs_sync.py: how far it is off")
     parser.add_argument("--model", default=str(ROOT / "runs" / "quickstart-warm-start" / "model"))

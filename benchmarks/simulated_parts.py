@@ -1,4 +1,4 @@
-"""What a simulated loop is made of: the machine, completions, groups and engines."""
+"""Parts of a simulated loop: the machine, completions, groups and engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def nothing(rng: random.Random) -> float:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the simulated loop runs on."""
+    """The machine of a simulated loop."""
 
     engines: int
     slots: int
@@ -48,7 +48,7 @@ class Completion:
     tokens: float
     beside_s: float
     start: float = 0.0
-    """Of the engine's work, since when the newest version draws it."""
+    """Work of the engine from which the newest version samples."""
     spans: list[tuple[int, float]] = field(default_factory=list)
     """(version, tokens)"""
 
@@ -102,7 +102,7 @@ class Engine:
         self.since = now
 
     def mark(self, item: Completion, version: int) -> None:
-        """What was drawn since `start` is of this version."""
+        """Record that tokens since `start` are of this version."""
         item.spans.append((version, self.work - item.start))
         item.start = self.work
 

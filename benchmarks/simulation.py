@@ -195,7 +195,7 @@ class Simulation:
     # ---- Engines and driver ----
 
     def submit(self) -> None:
-        """What may be drawn, unless the engines are the trainer's."""
+        """Submit the allowed groups, unless the trainer uses the engines."""
         if self.hold:
             return
         if self.synchronous:

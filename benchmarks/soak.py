@@ -37,7 +37,7 @@ def resident_mb() -> float:
 
 
 def slope(points: list[tuple[int, float]]) -> float:
-    """Of the least-squares line, per 100 steps."""
+    """Return the slope of the least-squares line, per 100 steps."""
     return 100 * statistics.linear_regression(*zip(*points, strict=True)).slope
 
 

@@ -1,4 +1,4 @@
-"""What records of tokens cost: the same run with and without them, in turns, and the size of their files.
+"""Cost of token records: the same run with and without them, in turns, and the size of their files.
 
     python benchmarks/tokens.py configs/quickstart.yaml                     (its model must be there: make quickstart)
     python benchmarks/tokens.py CONFIG --steps 20 --repeat 5 --tokens 2 0.999999
@@ -38,7 +38,7 @@ def step_seconds(run: Run) -> float:
 
 
 def bytes_per_token(run: Run, step: int) -> tuple[int, float]:
-    """How many tokens are recorded of a step, and what each takes on disk."""
+    """Return the number of recorded tokens of a step, and bytes per token on disk."""
     table = run.tokens(step)
     if table is None:
         return 0, 0.0

@@ -156,7 +156,7 @@ def matmul_rate(dtype: torch.dtype, size: int = 2048) -> float:
 
 
 def step_flops(config: Qwen2Config, rows: int, computed: float) -> float:
-    """Of the matrix products of one step: three times the forward's, causal attention counted whole as it is done.
+    """Operations of the matrix products of one step: three times the forward's; causal attention is counted in full.
 
     Args:
         computed: tokens of a row that go through the layers, on average.

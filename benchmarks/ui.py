@@ -1,4 +1,4 @@
-"""How fast the web interface is, with a real browser on made runs of real sizes.
+"""Speed of the web interface, in a real browser with generated runs of real sizes.
 
     python benchmarks/ui.py                       all of it, with the bars that it should stay under
     python benchmarks/ui.py --runs 5 --steps 500  small, to see that it works

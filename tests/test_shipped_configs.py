@@ -16,7 +16,7 @@ from atomrl.config import load_config
 from atomrl.environments.builtin import ENVIRONMENTS
 from atomrl.models.loading import load_tokenizer
 from atomrl.models.reward_model import load_scalar, save_scalar
-from tests.templates import QWEN25
+from tests.templates import QWEN3, QWEN25
 from tests.tiny import make_tiny_model
 from tests.tiny_vision import make_tiny_vision_model
 
@@ -31,6 +31,9 @@ MODELS = [
     "Qwen/Qwen2.5-1.5B-Instruct",
     "Qwen/Qwen2.5-7B-Instruct",
     "Qwen/Qwen2.5-3B-Instruct",
+    "Qwen/Qwen2.5-14B-Instruct",
+    "Qwen/Qwen2.5-32B-Instruct",
+    "Qwen/Qwen3-8B",
     "Qwen/Qwen2.5-3B",
 ]
 """Models and data that the configs start from."""
@@ -52,8 +55,9 @@ def scratch(tmp_path_factory):
     save_scalar(load_scalar(str(model), dtype="float32"), load_tokenizer(model), folder / REWARD_MODEL)
     problem, gsm8k = {"prompt": "1+1=", "ground_truth": "2"}, {"question": "1+1=", "answer": "so\n#### 2"}
     pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
-    for name in ("1.5B", "3B", "7B"):
+    for name in ("1.5B", "3B", "7B", "14B", "32B"):
         (folder / f"Qwen/Qwen2.5-{name}-Instruct/chat_template.jinja").write_text(QWEN25)
+    (folder / "Qwen/Qwen3-8B/chat_template.jinja").write_text(QWEN3 + "{% if enable_thinking %}{% endif %}")
     game = {"prompt": "Play.", "seed": 1, "game": "games/1.z8"}
     files = {
         "data/games.jsonl": game, "data/textworld.jsonl": game,

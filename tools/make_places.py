@@ -29,7 +29,7 @@ HEADER = f"""\
 
 
 def nearest_larger(cities: list[dict]) -> list[str]:
-    """Of each the name of the nearest one before it, by the angle between them; none of the first."""
+    """Return for each city the nearest earlier one, by the angle between them; empty for the first."""
     longitudes, latitudes = (np.radians([city[name] for city in cities]) for name in ("longitude", "latitude"))
     level = np.cos(latitudes)
     points = np.stack((level * np.cos(longitudes), level * np.sin(longitudes), np.sin(latitudes)), axis=1)

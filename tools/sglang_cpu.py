@@ -1,4 +1,4 @@
-"""What SGLang's server needs on a machine without a GPU, for its tests: SGLang is made for GPUs.
+"""Prepare a machine without a GPU for tests of SGLang's server, which is made for GPUs.
 
     python tools/sglang_cpu.py requirements sglang-0.5.23-....whl    # prints what it needs, for pip
     python tools/sglang_cpu.py prepare                               # in the environment that then has it
@@ -74,7 +74,7 @@ def __getattr__(name):
 
 
 def requirements(wheel: str) -> list[str]:
-    """Those of no extra that a CPU has a use for."""
+    """Return the requirements that a CPU can use, without those of extras."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         metadata = HeaderParser().parsestr(archive.read(name).decode())

@@ -9,26 +9,37 @@ rows. The result is a table with the reason for each file that does not run to i
 """
 
 import argparse
+import importlib
 import importlib.machinery
 import os
 import re
 import shlex
-import subprocess
+import signal
 import sys
 import tempfile
+import time
+import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 LIST = Path(__file__).with_suffix(".txt")
-LIMIT_S = 240
+LIMIT_S = 900
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1",
+}  # fmt: skip
+LIBRARIES = "torch", "transformers", "datasets", "peft", "atomrl.trl", "atomrl.cli.main"
+"""Imported once; each script then runs in a copy of the process."""
 
 # --------------------------------------------------------------------------------------------------------------------
 # Stand-ins, in the process of a script
 
 TEMPLATE = (
     "{%- if tools %}{{- '<|im_start|>system\\n' + (tools | tojson) + '<|im_end|>\\n' }}{%- endif %}"
-    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + (m.content or '') + '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + (m.content or '') }}"
+    "{%- for call in m.tool_calls or [] %}{{- call.function | tojson }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 
@@ -58,6 +69,21 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
+def make_vision_model(model: Path, folder: Path) -> Path:
+    """Save a random Gemma 3 with a vision tower, with the same tokenizer."""
+    from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    text = {**shape, "vocab_size": len(tokenizer), "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 16}
+    vision = {**shape, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=5)
+    ).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
@@ -72,6 +98,9 @@ MATH = {"problem": "What is 2+3?", "solution": "It is $\\boxed{5}$.", "answer": 
 CHAT = {"messages": [user("What is 2+3?"), assistant("5")]}
 CASES = [{"input": "1\n", "output": "2\n"}]
 ROWS: list[tuple[str, dict[str, Any]]] = [
+    ("dmath-candidates", {"system_prompt": "Be exact.", "prompt": "What is 2+3?", "chosen": "5", "rejected": "6"}),
+    ("simpletoolcalling", {"user_content": "Weather in Rome?", "tool_name": "get_weather",
+                           "tool_arguments": "{\"location\": \"Rome\"}"}),
     ("gsm8k", {"question": "Tom has 2 and gets 3. How many?", "answer": "2+3=5\n#### 5"}),
     ("numina", MATH | CHAT),
     ("openr1-math|dapo-math|openmath|bigmath|math", MATH | CHAT | {
@@ -93,11 +122,11 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("kto", {"prompt": [user("hi")], "completion": [assistant("Hello.")], "label": True}),
     ("descriptiveness", {"prompt": [user("hi")], "chosen": [user("hi"), assistant("a")],
                          "rejected": [user("hi"), assistant("b")]}),
-    ("dpo|pairs|binarized|preference|harmless.*dpo|dmath-candidates", PAIR | {
+    ("dpo|pairs|binarized|preference|harmless.*dpo", PAIR | {
         "prompt": "hi", "score_chosen": 8.0, "score_rejected": 3.0, "system_prompt": "Be kind.",
         "messages": PAIR["chosen"]}),
     ("chatbot_arena_completions", {"prompt": [user("hi")], "completion": [assistant("Hello.")], **CHAT}),
-    ("smoltalk2", CHAT | {"chat_template_kwargs": {"enable_thinking": False}}),
+    ("smoltalk2", CHAT | PAIR | {"prompt": "hi", "chat_template_kwargs": {"enable_thinking": False}}),
     ("imdb", {"text": "A good film.", "label": 1}),
     ("multilingual-thinking", CHAT | {"developer": "x", "user": "x", "final": "x", "analysis": "x"}),
     ("cai-conversation|grok-conversation", CHAT | PAIR | {"prompt": "hi"}),
@@ -136,7 +165,7 @@ def json_copy(row: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def no_hub(models: Path, names: set[str], cache: Path) -> None:
-    """Put the tiny model under every name that a script mentions into a cache of the hub, and go offline."""
+    """Put the tiny model under every name that a script mentions into a cache of the hub."""
     for name in names:
         folder = cache / f"models--{name.replace('/', '--')}"
         (folder / "snapshots").mkdir(parents=True, exist_ok=True)
@@ -144,13 +173,9 @@ def no_hub(models: Path, names: set[str], cache: Path) -> None:
         (folder / "refs" / "main").write_text("0" * 40)
         if not (folder / "snapshots" / ("0" * 40)).exists():
             (folder / "snapshots" / ("0" * 40)).symlink_to(models)
-    os.environ |= {
-        "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "HF_DATASETS_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1",
-    }  # fmt: skip
 
 
-def stand_in() -> None:
+def stand_in(vision: Path) -> None:
     """Replace data sets, uploads and questions about the GPU."""
     import types
 
@@ -187,8 +212,13 @@ def stand_in() -> None:
     auto_factory._BaseAutoModelClass.from_pretrained = classmethod(
         lambda cls, *a, **k: loaded(cls, *a, **{key: value for key, value in k.items() if key not in on_gpu})
     )
+    import transformers
+
+    transformers.AutoModelForImageTextToText.from_pretrained = classmethod(lambda cls, *_, **__: loaded(cls, vision))
     chosen = datasets.Dataset.select
-    datasets.Dataset.select = lambda self, rows, *a, **k: chosen(self, [n for n in rows if n < len(self)], *a, **k)
+    datasets.Dataset.select = lambda self, indices, *a, **k: chosen(
+        self, [n for n in indices if 0 <= n < len(self)] or range(min(4, len(self))), *a, **k
+    )
     colab, vllm = types.ModuleType("google.colab"), types.ModuleType("vllm")
     colab.userdata = types.SimpleNamespace(get=lambda *_: "x")  # type: ignore[attr-defined]
     vllm.SamplingParams = type("SamplingParams", (), {"__init__": lambda self, **k: self.__dict__.update(k)})  # type: ignore[attr-defined]
@@ -205,7 +235,7 @@ SMALL = {
     "max_steps": 2, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "gradient_accumulation_steps": 1,
     "num_generations": 4, "generation_batch_size": None, "steps_per_generation": None, "max_completion_length": 8,
     "num_generations_eval": 4, "use_cpu": True, "bf16": False, "fp16": False, "response_length": 8, "max_new_tokens": 8,
-    "num_mini_batches": 1, "num_ppo_epochs": 1, "local_rollout_forward_batch_size": 4, "use_vllm": False,
+    "num_mini_batches": 1, "num_ppo_epochs": 1, "total_episodes": 8, "local_rollout_forward_batch_size": 4, "use_vllm": False,
     "dataloader_num_workers": 0, "torch_compile": False,
 }  # fmt: skip
 CPU_OPTIMIZERS = {"paged_adamw_8bit": "adamw_torch", "adamw_8bit": "adamw_torch", "paged_adamw_32bit": "adamw_torch"}
@@ -239,12 +269,14 @@ def child(work: Path, script: Path, arguments: list[str]) -> None:
     texts = [script.read_text(encoding="utf-8", errors="replace"), *arguments]
     texts += [Path(each).read_text(encoding="utf-8") for each in arguments if each.endswith((".yaml", ".yml"))]
     names = set(re.findall(r"[\w.-]+/[\w.-]+", "\n".join(texts)))
+    names |= set(re.findall(r"(?:model_name_or_path|model_path|model_id)\W+([\w./-]+)", "\n".join(texts)))
+    names.add("EleutherAI/pythia-160m")  # PPOConfig's default
     no_hub(work / "model", {name for name in names if not Path(name).exists()}, work / "hub")
     sys.path[:0] = [
         str(each) for each in (script.parents[2] / "src", script.parents[1] / "src", script.parent) if each.is_dir()
     ]
     os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
-    stand_in()
+    stand_in(work / "vision")
     cut_short()
     from atomrl.cli.main import main
 
@@ -278,6 +310,42 @@ def documented_arguments(text: str, name: str) -> list[str]:
     return shlex.split(found.group(1).split("```")[0]) if found else []
 
 
+def forked(run: Callable[[], None], place: Path, log: Path) -> int | None:
+    """Run a function in a copy of this process, which has the libraries loaded, in the folder `place`.
+
+    Returns:
+        Its exit code; None if it was ended after `LIMIT_S`.
+    """
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        os.chdir(place)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for stream, number in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
+            os.dup2(stream, number)
+        code = 1
+        try:
+            run()
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.2)
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
 def run_file(checkouts: Path, entry: str, given: list[str], work: Path) -> tuple[str, str]:
     """Run one file of the list. Returns (result, reason)."""
     repository, _, path = entry.partition("/")
@@ -292,29 +360,18 @@ def run_file(checkouts: Path, entry: str, given: list[str], work: Path) -> tuple
         arguments = documented_arguments((folder / path).read_text(encoding="utf-8"), Path(path).name)
     if not (folder / script).exists():
         return "absent", script
-    place = Path(tempfile.mkdtemp(dir=work))
-    command = [sys.executable, __file__, "--child", str(work), str((folder / script).resolve())]
     arguments = [
         str((folder / each).resolve()) if each.endswith(".yaml") and (folder / each).exists() else each
         for each in arguments
     ]
-    try:
-        done = subprocess.run(
-            [*command, *arguments],
-            cwd=place,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            stdin=subprocess.DEVNULL,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-    except subprocess.TimeoutExpired:
-        return "too long", f"over {LIMIT_S} s"
-    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
     (work / "logs").mkdir(exist_ok=True)
-    (work / "logs" / re.sub(r"\W+", "_", entry)).write_text(done.stdout + done.stderr)
+    log = work / "logs" / re.sub(r"\W+", "_", entry)
+    code = forked(lambda: child(work, (folder / script).resolve(), arguments), Path(tempfile.mkdtemp(dir=work)), log)
+    if code is None:
+        return "too long", f"over {LIMIT_S} s"
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     steps = max([int(step) for step in re.findall(r"^step (\d+)/", "\n".join(lines), re.MULTILINE)], default=0)
-    if done.returncode == 0:
+    if code == 0:
         return ("ran", "") if steps else ("no training", lines[-1][:160] if lines else "")
     errors = [
         line for line in lines if re.match(r"(atomrl|error|[\w.]*(Error|Exception|Interrupt|Exit))\b.*:", line.strip())
@@ -323,22 +380,26 @@ def run_file(checkouts: Path, entry: str, given: list[str], work: Path) -> tuple
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--child"]:
-        child(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("checkouts", type=Path)
-    parser.add_argument("--only", default="", help="files whose path contains this")
+    parser.add_argument("--only", default=[""], nargs="+", help="files whose path contains one of these")
     parser.add_argument("--out", type=Path, help="write the table here")
+    parser.add_argument("--list", type=Path, default=LIST, help="the list of files")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "trl_scripts")
     given = parser.parse_args()
+    given.work = given.work.resolve()
+    given.checkouts = given.checkouts.resolve()
     given.work.mkdir(exist_ok=True)
+    os.environ |= OFFLINE | {"HF_HUB_CACHE": str(given.work / "hub")}
+    for name in LIBRARIES:
+        importlib.import_module(name)
     if not (given.work / "model" / "config.json").exists():
-        make_model(given.work / "model")
-    entries = [line.split("#")[0].strip() for line in LIST.read_text(encoding="utf-8").splitlines()]
+        make_vision_model(make_model(given.work / "model"), given.work / "vision")
+    entries = [line.split("#")[0].strip() for line in given.list.read_text(encoding="utf-8").splitlines()]
     rows, counts = ["| file | result | reason |", "|---|---|---|"], Counter[str]()
     for line in filter(None, entries):
         entry, *arguments = line.split(" ") if " --" in line else [line]
-        if given.only in entry:
+        if any(part in entry for part in given.only):
             result, reason = run_file(given.checkouts, entry, arguments, given.work)
             counts[result] += 1
             rows.append(f"| {entry} | {result} | {reason.replace('|', '/')} |")

@@ -16,7 +16,7 @@ UNUSED = ("torchvision", "torchaudio", "torchcodec")
 
 
 def requirements(wheel: str) -> list[str]:
-    """Those of no extra."""
+    """Return the requirements, without those of extras."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         metadata = HeaderParser().parsestr(archive.read(name).decode())

@@ -5,7 +5,6 @@ micro-batches when memory runs out. A subclass decides where weights are stored:
 saved, and sent to an engine. `LocalBackend` stores them on one device.
 """
 
-import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -69,6 +68,7 @@ from atomrl.protocols import (
     WeightUpdate,
     needs_teacher,
 )
+from atomrl.tracking.checkpoint_format import OPTIMIZER, RANDOM, STATE_FOLDER, Counts, is_sharded, read_counts
 
 # --------------------------------------------------------------------------------------------------------------------
 # The models of a training run by role: policy, reference, critic, teacher, reward model.
@@ -156,17 +156,6 @@ def check_forward_mode(policy: Role, device: torch.device) -> None:
 # Load the model of a role from a folder, and save it.
 
 log = logging.getLogger(__name__)
-STATE_FOLDER, SHARDS = "training_state", "shards"
-"""A subfolder, so that a server that loads every *.safetensors of the checkpoint does not load optimizer state."""
-
-
-def check_shards(folder: Path) -> None:
-    """Raise ConfigError if a checkpoint was not written by several ranks."""
-    if not (folder / STATE_FOLDER / SHARDS).is_dir():
-        raise ConfigError(
-            f"{folder} has no {STATE_FOLDER}/{SHARDS}: it is not a checkpoint of several ranks; resume without the "
-            "section backend, or start a new run from its model"
-        )
 
 
 def load_role(
@@ -850,15 +839,14 @@ class LocalBackend(BaseBackend):
         state.mkdir(parents=True, exist_ok=True)
         for name, optimizer in self.trained.items():
             save_role(name, self.roles[name].model, self.tokenizer, folder)
-            save_file(optimizer.state(), state / f"{role_prefix(name, '_')}optimizer.safetensors")
+            save_file(optimizer.state(), state / f"{role_prefix(name, '_')}{OPTIMIZER}")
         random = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.device)
         own = role_prefix(next(iter(self.trained)), "_")
-        save_file(random, state / f"{own}random.safetensors")
+        save_file(random, state / f"{own}{RANDOM}")
         skipped = {name: optimizer.skipped_in_a_row for name, optimizer in self.trained.items()}
-        text = json.dumps({"updates": self.updates, "skipped_in_a_row": skipped}) + "\n"
-        (state / f"{own}trainer.json").write_text(text, encoding="utf-8")
+        Counts(self.updates, skipped).write(state, own)
 
     def load(self, folder: Path) -> None:
         """Resume exactly from `save`, or within rounding from a checkpoint of several ranks.
@@ -870,18 +858,13 @@ class LocalBackend(BaseBackend):
         """
         from safetensors.torch import load_file
 
-        state = folder / STATE_FOLDER
-        if (state / SHARDS).is_dir():
+        if is_sharded(folder):
             from atomrl.backends.checkpoints import load_shards  # imported here, because it takes half a second
 
             self.updates = load_shards(self.trained, self.collective, folder)
             return
-        if not (state / "trainer.json").is_file():
-            raise ConfigError(f"{folder} has no {STATE_FOLDER}/trainer.json: it is not a checkpoint of this back end")
-        trainer = json.loads((state / "trainer.json").read_text(encoding="utf-8"))
-        skipped = trainer["skipped_in_a_row"]
-        if (separate := state / "critic_trainer.json").is_file():
-            skipped |= json.loads(separate.read_text(encoding="utf-8"))["skipped_in_a_row"]
+        counts, state = read_counts(folder), folder / STATE_FOLDER
+        skipped = counts.skipped_in_a_row
         missing, unknown = self.trained.keys() - skipped.keys(), skipped.keys() - self.trained.keys()
         if missing or (unknown and self.loaded_roles is None):
             raise ConfigError(f"checkpoint {folder} was written with{'' if 'critic' in skipped else 'out'} a critic")
@@ -889,11 +872,11 @@ class LocalBackend(BaseBackend):
             model = self.roles[name].model
             own = adapter_state(model) if has_adapters(model) else dict(model_weights(model))
             fill_weights(own, folder / role_prefix(name))
-            optimizer.load(load_file(state / f"{role_prefix(name, '_')}optimizer.safetensors"), self.device)
+            optimizer.load(load_file(state / f"{role_prefix(name, '_')}{OPTIMIZER}"), self.device)
             optimizer.skipped_in_a_row = skipped[name]
-        saved = state / f"{role_prefix(next(iter(self.trained)), '_')}random.safetensors"
-        random = load_file(saved if saved.is_file() else state / "random.safetensors")
+        saved = state / f"{role_prefix(next(iter(self.trained)), '_')}{RANDOM}"
+        random = load_file(saved if saved.is_file() else state / RANDOM)
         torch.set_rng_state(random["cpu"])
         if "cuda" in random:
             torch.cuda.set_rng_state(random["cuda"], self.device)
-        self.updates = trainer["updates"]
+        self.updates = counts.updates

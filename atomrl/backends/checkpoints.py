@@ -24,16 +24,16 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from atomrl.backends.base import SHARDS, STATE_FOLDER, BaseBackend, Collective, RoleName, check_shards, role_prefix
+from atomrl.backends.base import BaseBackend, Collective, RoleName, role_prefix
 from atomrl.backends.optimizer import Optimizer, full_tensor
 from atomrl.common.errors import reraise_as
 from atomrl.config import ConfigError
 from atomrl.models.loading import model_weights, own_memory, save_settings
 from atomrl.models.reward_model import ScalarModel, scalar_settings
+from atomrl.tracking.checkpoint_format import SHARDS, STATE_FOLDER, Counts, check_sharded, random_file, read_counts
 
 PART_BYTES = 2 * 10**9
 """Maximum size of a model file; a rank gathers this much of a model at a time."""
-COUNTS, RANDOM = "trainer.json", "random_{}.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Job = Callable[[], None]
 
@@ -88,7 +88,7 @@ class BackgroundCheckpoints(BaseBackend):
         (folder, writer), self._pending = self._pending, None
         with failing_together(self.collective):
             writer.wait()
-        files = [folder / STATE_FOLDER / RANDOM.format(rank) for rank in range(self.collective.world)]
+        files = [random_file(folder, rank) for rank in range(self.collective.world)]
         if absent := self.collective.union(path.name for path in files if not path.exists()):
             raise OSError(
                 f"{folder} lacks {', '.join(absent)}: set output_dir to a folder that the machines of all ranks share"
@@ -278,13 +278,13 @@ def counts_job(
     """
     state, random = folder / STATE_FOLDER, random_state()
     skipped = {name: optimizer.skipped_in_a_row for name, optimizer in trained.items()}
-    counts = {"updates": updates, "ranks": ranks.world, "skipped_in_a_row": skipped, "steps": steps}
+    counts = Counts(updates, skipped, ranks.world, steps)
     (state / SHARDS).mkdir(parents=True, exist_ok=True)
 
     def write() -> None:
-        save_file(random, state / RANDOM.format(ranks.rank))
+        save_file(random, random_file(folder, ranks.rank))
         if ranks.rank == 0:
-            (state / COUNTS).write_text(json.dumps(counts) + "\n", encoding="utf-8")
+            counts.write(state)
 
     return write
 
@@ -298,35 +298,31 @@ def load_shards(trained: Mapping[RoleName, Optimizer], ranks: Collective, folder
     Raises:
         ConfigError: there is no such state, or it is that of another model.
     """
-    saved = read_counts(trained, folder)
+    saved = load_counts(trained, folder)
     for name, optimizer in trained.items():
-        _make_moments(optimizer, saved["steps"][name])
+        _make_moments(optimizer, saved.steps[name])
     tensors, reader = _tensors(trained), ShardReader(folder)
     check_shapes({key: tuple(tensor.shape) for key, tensor in tensors.items()}, reader)
     _read(tensors, reader, ranks if dist.is_initialized() else None)
     set_random_state(saved, ranks, folder)
-    return int(saved["updates"])
+    return saved.updates
 
 
-def read_counts(trained: Mapping[RoleName, Optimizer], folder: Path) -> dict[str, Any]:
+def load_counts(trained: Mapping[RoleName, Optimizer], folder: Path) -> Counts:
     """Read the counts of a checkpoint, and set those of skipped updates in the optimizers.
-
-    Returns:
-        `updates`, `ranks`, `skipped_in_a_row` by role, and `steps` by role and weight.
 
     Raises:
         ConfigError: the folder has no such state, or that of other optimizers.
     """
-    state = folder / STATE_FOLDER
     if any(optimizer.train.optimizer != "adamw" for optimizer in trained.values()):
         raise ConfigError(f"train.optimizer: checkpoint {folder} of several ranks has the moments of adamw; use adamw")
-    check_shards(folder)
-    saved: dict[str, Any] = json.loads((state / COUNTS).read_text(encoding="utf-8"))
-    if saved["skipped_in_a_row"].keys() != trained.keys():
-        critic = "" if "critic" in saved["skipped_in_a_row"] else "out"
+    check_sharded(folder)
+    saved = read_counts(folder)
+    if saved.skipped_in_a_row.keys() != trained.keys():
+        critic = "" if "critic" in saved.skipped_in_a_row else "out"
         raise ConfigError(f"checkpoint {folder} was written with{critic} a critic")
     for name, optimizer in trained.items():
-        optimizer.skipped_in_a_row = saved["skipped_in_a_row"][name]
+        optimizer.skipped_in_a_row = saved.skipped_in_a_row[name]
     return saved
 
 
@@ -343,10 +339,10 @@ def check_shapes(expected: Mapping[str, tuple[int, ...]], reader: ShardReader) -
         )
 
 
-def set_random_state(saved: Mapping[str, Any], ranks: Collective, folder: Path) -> None:
+def set_random_state(saved: Counts, ranks: Collective, folder: Path) -> None:
     """Restore this rank's random states, if the checkpoint was written by the same number of ranks."""
-    if saved["ranks"] == ranks.world:
-        random = load_file(folder / STATE_FOLDER / RANDOM.format(ranks.rank))
+    if saved.ranks == ranks.world:
+        random = load_file(random_file(folder, ranks.rank))
         torch.set_rng_state(random["cpu"])
         if "cuda" in random and torch.cuda.is_available():
             torch.cuda.set_rng_state(random["cuda"])

@@ -16,9 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from atomrl.backends.base import (
-    SHARDS,
     SOURCES,
-    STATE_FOLDER,
     TRAINED,
     LossInputs,
     RoleName,
@@ -36,7 +34,7 @@ from atomrl.backends.checkpoints import (
     copies_on_cpu,
     counts_job,
     file_name,
-    read_counts,
+    load_counts,
     set_random_state,
 )
 from atomrl.backends.fsdp import without_weights
@@ -56,6 +54,7 @@ from atomrl.models.reward_model import ScalarModel, scalar_settings
 from atomrl.models.shapes import text_config
 from atomrl.models.transformers_model import HFModel
 from atomrl.protocols import Adapter, Algorithm, LossOutput, ModelOutputs, WeightUpdate
+from atomrl.tracking.checkpoint_format import SHARDS, STATE_FOLDER
 
 _groups: list[Any] = []
 """The ranks and sizes that Megatron's process groups were created for: a process has one set of them."""
@@ -391,8 +390,8 @@ class MegatronBackend(BackgroundCheckpoints):
         Raises:
             ConfigError: the folder has no such state, or that of another model.
         """
-        saved = read_counts(self.trained, folder)
-        kinds = {name: [WEIGHT, *(MOMENTS if saved["steps"][name] else ())] for name in self.trained}
+        saved = load_counts(self.trained, folder)
+        kinds = {name: [WEIGHT, *(MOMENTS if saved.steps[name] else ())] for name in self.trained}
         expected = {
             f"{name}/{kind}/{key}": shape
             for name in self.trained
@@ -403,12 +402,12 @@ class MegatronBackend(BackgroundCheckpoints):
         check_shapes(expected, reader)
         for name, optimizer in self.trained.items():
             assert isinstance(optimizer, MegatronOptimizer)
-            optimizer.reset(max(saved["steps"][name].values(), default=0))
+            optimizer.reset(max(saved.steps[name].values(), default=0))
             for kind in kinds[name]:
                 for weight, part in parts_from(reader, name, kind, self.roles[name].model, self.shapes[name]):
                     optimizer.set(weight, kind, part)
         set_random_state(saved, self.ranks, folder)
-        self.updates = saved["updates"]
+        self.updates = saved.updates
 
 
 def check_config(model: ModelConfig) -> None:

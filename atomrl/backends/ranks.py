@@ -34,7 +34,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from atomrl.backends.base import SOURCES, STATE_FOLDER, TRAINED, RoleName
+from atomrl.backends.base import SOURCES, TRAINED, RoleName
 from atomrl.backends.group import START_S, RankFailed, RankLost, Ranks
 from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.cluster.ray_cluster import Actor, RayCluster, identity
@@ -44,6 +44,7 @@ from atomrl.common.threads import fixed_threads
 from atomrl.config import ConfigError, ModelConfig, RankedConfig
 from atomrl.models.memory import Sizes, memory_metrics
 from atomrl.protocols import Algorithm, ModelInput, TrainingBackend, WeightUpdate
+from atomrl.tracking.checkpoint_format import STATE_FOLDER
 from atomrl.weight_sync.channels import LOOPBACK, open_store
 
 Build = Callable[[Ranks, torch.device], TrainingBackend]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 """Suffixes of data files; names of tasks and of data sets of the hub have none of them."""
+KEYS = Path(__file__).parents[1] / "tools" / "ui" / "static" / "keys.json"
+"""Descriptions of all config keys, which `make keys` writes from the schema; quicker to read than the schema."""
 NO_LIMIT = 1_000_000
 """Default of `data.max_prompt_tokens` for commands that must not drop prompts."""
 
@@ -103,6 +106,19 @@ def near_option(name: str, options: Iterable[str]) -> str | None:
     return nearest(name, options, cutoff=0.8) or next((each for each in options if each.startswith(name)), None)
 
 
+def key_help(key: str) -> str:
+    """Return the description of a config key, with its default, for the help of an option.
+
+    Example:
+        >>> key_help("eval.top_k")
+        'sample from the k most likely tokens; 0 keeps all (default 0)'
+    """
+    described = {item["key"]: item for item in json.loads(KEYS.read_text(encoding="utf-8"))}
+    about, default = described[key]["about"], described[key].get("default")
+    text = f"{about[:1].lower()}{about[1:]}" + (f" (default {default})" if default is not None else "")
+    return text.replace("%", "%%")
+
+
 @contextmanager
 def sigterm_as_interrupt() -> Iterator[None]:
     """Handle SIGTERM like Ctrl-C within the block, so that a command closes its workers."""
@@ -119,19 +135,25 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add = partial(add_option, parser)
     add("--engine", "rollout.engine", "NAME", "native (default) or hf")
     add("--dtype", "model.dtype", "NAME", "auto (default), float32 or bfloat16")
-    add("--temperature", "eval.temperature", "X", "0 is greedy (default 1.0)")
-    add("--top-p", "eval.top_p", "X", "(default 1.0)")
-    add("--top-k", "eval.top_k", "N", "(default 0: all)")
+    add("--temperature", "eval.temperature", "X")
+    add("--top-p", "eval.top_p", "X")
+    add("--top-k", "eval.top_k", "N")
     add("--max-tokens", "eval.max_completion_tokens", "N", "(default 256, or the rest of the context)")
-    add("--stop", "rollout.stop", "TEXT", "ends a completion; repeatable", action="append")
-    add("--seed", "seed", "N", "(default 0)")
-    add("--chat-template", "data.chat_template", "NAME", "auto (default); none: the prompt as it is; FILE.jinja")
-    add("--system-prompt", "data.system_prompt", "TEXT", "goes before the prompt")
+    add("--stop", "rollout.stop", "TEXT", "string that ends a completion; repeatable", action="append")
+    add("--seed", "seed", "N")
+    add("--chat-template", "data.chat_template", "NAME")
+    add("--system-prompt", "data.system_prompt", "TEXT")
 
 
-def add_option(parser: argparse.ArgumentParser, flag: str, key: str, metavar: str, text: str, **more: Any) -> None:
-    """Add an option that sets a config key; errors in its value name the option (`config_over`)."""
-    parser.add_argument(flag, dest=key, metavar=metavar, help=text, **more)
+def add_option(
+    parser: argparse.ArgumentParser, flag: str, key: str, metavar: str, text: str | None = None, **more: Any
+) -> None:
+    """Add an option that sets a config key; errors in its value name the option (`config_over`).
+
+    Args:
+        text: its help; None: the description and default of the key.
+    """
+    parser.add_argument(flag, dest=key, metavar=metavar, help=text or key_help(key), **more)
     parser.set_defaults(options={**(parser.get_default("options") or {}), key: flag})
 
 

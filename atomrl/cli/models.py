@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from atomrl.trainer.evaluate import EvalResult, Figure
     from atomrl.types import Episode, Problem
 
-TRAINER_FILES = ("MANIFEST.json", "progress.json")
-"""Files of a checkpoint that only the trainer reads."""
-
 
 def add_eval(parser: argparse.ArgumentParser) -> Run:
     """Score a model on held-out problems: accuracy, pass@k, majority@k, reward by data source, lengths, format.
@@ -51,12 +48,12 @@ def add_eval(parser: argparse.ArgumentParser) -> Run:
     add("overrides", nargs="*", metavar="key=value", help="any key of a config")
     option("--data", "data.eval", "FILE|TASK", "a JSONL file, or a task (its eval split)")
     add("--config", metavar="CONFIG", help="use data, fields, rewards and lengths of this config")
-    option("--samples-per-prompt", "eval.samples_per_prompt", "N", "completions (default 1)")
+    option("--samples-per-prompt", "eval.samples_per_prompt", "N")
     option("--limit", "data.eval_size", "N", "number of problems")
     option("--reward", "reward.functions", "NAME", "default strict_math; repeatable", action="append")
-    option("--prompt-field", "data.prompt_field", "COLUMN", "the column with the prompt (default prompt)")
-    option("--answer-field", "data.answer_field", "COLUMN", "the column with the answer (default ground_truth)")
-    option("--answer-pattern", "data.answer_pattern", "REGEX", "its first group in the answer is the ground truth")
+    option("--prompt-field", "data.prompt_field", "COLUMN")
+    option("--answer-field", "data.answer_field", "COLUMN")
+    option("--answer-pattern", "data.answer_pattern", "REGEX")
     add("--response-prefix", default="", metavar="TEXT", help="text that every completion begins with")
     add("--out", type=Path, metavar="FILE.json", help="the result (default: in runs/eval)")
     add("--json", action="store_true", help="print the metrics as one JSON object, and nothing else on stdout")
@@ -202,7 +199,10 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple
         images.write()
     engine = build_engine(config, model_path(config), tokenizer, images=reader)
     try:
-        return evaluate(engine, report.problems, processor, rewards, eval_sampling(config), response_prefix), config
+        result = evaluate(
+            engine, report.problems, processor, rewards, eval_sampling(config), response_prefix, rewards.says_right
+        )
+        return result, config
     finally:
         engine.close()
         rewards.close()
@@ -379,6 +379,8 @@ def model_folder(path: Path) -> Path:
 
 def export_model(arguments: argparse.Namespace) -> int:
     """Copy the model's files, or merge its adapters and report the rounding error."""
+    from atomrl.tracking.checkpoint_format import MANIFEST, PROGRESS
+
     checkpoint, note = model_folder(arguments.checkpoint), ""
     if checkpoint == arguments.checkpoint and arguments.out is None:
         raise ValueError(f"{checkpoint} is not the folder of a run: give OUT, a new folder")
@@ -393,7 +395,7 @@ def export_model(arguments: argparse.Namespace) -> int:
                 note += f"; error of the {error.quantization} base, whose weights are exported: {error.of_base:.2%}"
         elif (checkpoint / "config.json").is_file():
             for path in checkpoint.iterdir():
-                if path.is_file() and path.name not in TRAINER_FILES:
+                if path.is_file() and path.name not in (MANIFEST, PROGRESS):
                     shutil.copy2(path, folder)
         else:
             raise ValueError(f"{checkpoint} is not a checkpoint: it has neither config.json nor adapter_config.json")

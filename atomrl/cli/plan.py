@@ -149,7 +149,7 @@ def plan_on_gpu(arguments: argparse.Namespace, report: dict[str, Any]) -> int:
         return 0
     solution = fit(plan)
     if solution is None:
-        print("\nno setting makes it fit; use a smaller model or a larger GPU")
+        print_least(plan, report)
         print_helpful(plan)
         return 1
     chosen, smaller = solution
@@ -222,6 +222,23 @@ def print_helpful(plan: Plan) -> None:
     for trade, smaller in changes:
         verdict = "fits" if smaller.fits else "not enough alone"
         print(f"  {trade!s:<48} {readable(smaller.memory.peak).strip():>10}, {verdict}: {trade.price}")
+
+
+def print_least(plan: Plan, report: dict[str, Any]) -> None:
+    """Print the least memory with which a run would fit, and the largest model that fits."""
+    from atomrl.trainer.base import readable
+    from atomrl.trainer.planning import largest_that_fits, least
+
+    changes, smallest = least(plan)
+    peak, budget = (readable(size).strip() for size in (smallest.memory.peak, plan.budget))
+    print(f"\nno setting makes it fit: with all of them it needs {peak} of {budget}")
+    found = largest_that_fits(plan, changes)
+    report |= {"least_bytes": smallest.memory.peak, "largest_model": found and found[0]}
+    if found is None:
+        print("no well-known model fits either; use a larger GPU")
+    else:
+        size = readable(found[1].memory.peak).strip()
+        print(f"the largest well-known model that fits so is model.path={found[0]}, {size}")
 
 
 def print_forecast(forecast: Forecast, budget: int, place: str) -> None:

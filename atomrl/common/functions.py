@@ -1,6 +1,7 @@
 """Import users' functions by name, as configs name them: `my_module.f`, `my_module:f` or `./my_file.py:f`."""
 
 import ast
+import dis
 import hashlib
 import importlib
 import importlib.util
@@ -13,7 +14,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from atomrl.common.errors import did_you_mean, nearest
@@ -223,3 +224,25 @@ def subscripts(function: Callable[..., Any], mapping: str) -> list[str]:
         and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str)
         and id(node) not in conditional and node.slice.value not in checked and ast.unparse(node.value) == mapping
     ]  # fmt: skip
+
+
+def names_in(function: Callable[..., Any]) -> set[str]:
+    """Return the names of variables and attributes that a function uses, and its text constants that could be names,
+    with those of the functions defined in it; for a class those of its `__call__`. Nothing is executed. Empty for
+    functions in C.
+
+    Example:
+        >>> sorted(names_in(lambda text, truth, **columns: text == columns["answer"]))
+        ['answer', 'columns', 'text']
+    """
+    owner = function if inspect.isclass(function) else type(function)
+    called = function if inspect.isroutine(function) else getattr(owner, "__call__", function)  # noqa: B004
+    code = getattr(inspect.unwrap(called), "__code__", None)
+    return _names_in(code) if isinstance(code, CodeType) else set()
+
+
+def _names_in(code: CodeType) -> set[str]:
+    used = [step.argval for step in dis.get_instructions(code)]
+    names = {name for value in used for name in (value if isinstance(value, tuple) else (value,))}
+    inner = [value for value in code.co_consts if isinstance(value, CodeType)]
+    return {name for name in names if isinstance(name, str) and name.isidentifier()}.union(*map(_names_in, inner))

@@ -33,7 +33,9 @@ class RunConfig(Section):
     run_name: str = Field(pattern=schema.NAME)
     """Name of the run and of its folder in `output_dir`: no slashes, no leading dot, no control characters."""
     output_dir: str = "runs"
+    """Folder of all runs."""
     seed: int = Field(0, ge=0, lt=2**63)
+    """Seed of everything: order of the data, completions, a new model; below 2**63."""
     model: ModelConfig = ModelConfig()
     data: schema.DataConfig
     rollout: schema.RolloutConfig = schema.RolloutConfig()
@@ -53,7 +55,7 @@ class RunConfig(Section):
     teacher: schema.TeacherConfig | None = None
     cluster: schema.ClusterConfig | None = None
     backend: BackendConfig | None = Field(None, discriminator="type")
-    """Distributed training back end; None: train in one process."""
+    """Distributed training back end; null: train in one process."""
     asynchronous: schema.AsynchronousConfig | None = None
     pool: schema.PoolConfig = schema.PoolConfig()
     environment: EnvironmentConfig | None = None

@@ -1,7 +1,7 @@
 """The sections of a config: one class per section, one documented field per key.
 
-The docstring below a field is what the web interface shows for its key (`python tools/ui_keys.py` collects them), so
-each has to make sense alone. `docs/reference/config.md` lists all keys with their defaults.
+The docstring below a field is the one description of its key: `make keys` writes it into docs/reference/config.md, the
+web page and the help of commands. So each has to make sense alone.
 """
 
 from collections.abc import Mapping
@@ -46,8 +46,11 @@ class LoraConfig(Section):
     """Low-rank adapters (needs the `lora` extra)."""
 
     rank: int = Field(16, ge=1)
+    """Columns of each adapter's two matrices."""
     alpha: float = Field(32.0, gt=0)
+    """Adapters are scaled by `alpha / rank`."""
     dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout on an adapter's input, in training."""
     target_modules: list[str] | str = "all-linear"
     """Linear layers that get an adapter: `all-linear` (all between embedding and output matrix), a list of module names
     or path suffixes, or a regular expression that matches whole module paths."""
@@ -70,8 +73,8 @@ class ModelConfig(Section):
     """Precision of the forward pass; master weights are always float32. `auto` is bfloat16 if the hardware has fast
     bfloat16 instructions."""
     gradient_checkpointing: bool | Literal["auto"] = "auto"
-    """Recompute each layer in the backward pass instead of storing its activations. `auto`: on a GPU, if the run does
-    not fit without it or runs out of memory with one row per micro-batch."""
+    """Recompute each layer in the backward pass instead of storing its activations: less memory, updates a third
+    slower. `auto`: on a GPU, if the run does not fit without it or runs out of memory with one row per micro-batch."""
     activation_offload: bool = False
     """Keep activations in CPU memory between the forward and the backward pass; needs a GPU."""
     compile: bool = False
@@ -82,10 +85,11 @@ class ModelConfig(Section):
     lora: LoraConfig | None = None
     quantization: Quantization | None = None
     """Quantize the frozen linear layers under the adapters to 4 bits (`nf4`) or 8 bits (`int8`), with bitsandbytes.
-    null: keep them in `dtype`."""
+    null: keep them in `dtype` (docs/guides/reduce_memory.md)."""
     freeze_vision: bool = True
     """Leave the vision tower of a model as it is. false: train it with the rest; needs data with pictures."""
     trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
 
     @property
     def checkpoints_layers(self) -> bool:
@@ -121,6 +125,7 @@ class EnvironmentConfig(Section):
     function: str
     """A built-in name, or a dotted path to a generator function, an async function, or a class with reset and step."""
     args: dict[str, Any] = {}
+    """Arguments that are passed by name to each episode."""
     opening: bool = False
     """The environment starts the episode: its first text is appended to the prompt's last message."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
@@ -186,12 +191,17 @@ class TrackingConfig(Section):
     """Trackers and records, in addition to `metrics.jsonl`."""
 
     sinks: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
+    """Trackers, each an extra to install, in addition to `metrics.jsonl`, which is always written."""
     wandb_project: str = "atomrl"
+    """Project in Weights & Biases."""
     wandb_entity: str | None = None
+    """User or team in Weights & Biases; null: your own."""
     wandb_tags: list[str] = []
+    """Tags of the run in Weights & Biases."""
     log_every_steps: int = Field(1, ge=1)
     """Interval at which the trackers in `sinks` log; `metrics.jsonl` has every step."""
     save_rollouts: bool = True
+    """Save completions in `RUN/rollouts`."""
     tokens: float = Field(2, ge=0)
     """Groups whose per-token values (log-prob, loss, gradient) are recorded with the rollouts
     (docs/guides/inspect_tokens.md). Below 1: a fraction of the prompts, the same ones for the whole run. From 1: that
@@ -262,6 +272,7 @@ class FSDPConfig(RankedConfig):
     """Shard weights, gradients and optimizer state over the ranks (PyTorch FSDP2)."""
 
     type: Literal["fsdp"]
+    """The back end."""
     replicas: int = Field(1, ge=1)
     """Hybrid sharding (HSDP): number of replicas, each sharded over ranks / replicas ranks."""
     reduce: Literal["micro_batch", "update"] = "micro_batch"
@@ -310,6 +321,7 @@ class MegatronConfig(RankedConfig):
     """Tensor, pipeline and expert parallelism with NVIDIA's megatron-core."""
 
     type: Literal["megatron"]
+    """The back end."""
     tensor: int = Field(1, ge=1)
     """Tensor parallel size: ranks that split each layer's heads and MLP, and the vocabulary. Must divide the query and
     key-value heads and the MLP width."""
@@ -352,18 +364,25 @@ class DataConfig(Section):
     (`openai/gsm8k:main:train@REVISION`), a list of these, or a generator: `countdown`, `reasoning_gym:NAME`, ...
     (`atomrl data make --help`)."""
     eval: str | list[str] | None = None
+    """Held-out problems, in the same forms as `train`."""
     train_size: int | None = Field(None, ge=1)
     """Number of problems that a generator makes, or of rows to use from a file."""
     eval_size: int | None = Field(None, ge=1)
+    """As `train_size`, for `eval`."""
     generator_args: dict[str, Any] = {}
+    """Arguments of the generator."""
     prompt_field: str = "prompt"
+    """Column of the prompt: text, or messages."""
     answer_field: str | None = "ground_truth"
     """Column of the ground truth. null: the rows have none (demonstrations, or rewards that need none)."""
     data_source_field: str = "data_source"
+    """Column of the data source, for metrics and `reward.by_data_source`."""
     answer_pattern: str | None = None
     """A regular expression whose first group, in the answer column, is the ground truth (GSM8K: `####\\s*(.+)`)."""
     system_prompt: str | None = None
+    """Prepended to prompts without a system prompt."""
     system_prompt_file: str | None = None
+    """File with the system prompt."""
     chat_template: str = Field("auto", pattern=TEMPLATE)
     """`auto`: apply the tokenizer's template, if it has one. `none`: use the text as it is, for prompts that contain
     their template. `messages_only`: apply it to messages, and use text as it is (TRL). `chatml`, or the path of a
@@ -378,11 +397,13 @@ class DataConfig(Section):
     max_pixels: int | None = Field(None, ge=1)
     """Pictures with more pixels are reduced, which saves tokens. null: the setting of the model's image processor."""
     max_prompt_tokens: int = Field(512, ge=1)
+    """Maximum tokens of a prompt; `overlong_prompt` says what happens to longer ones."""
     overlong_prompt: Literal["drop", "truncate"] = "drop"
     """Prompts over `max_prompt_tokens`: `drop` them, or `truncate` them to their last tokens."""
     on_bad_row: Literal["error", "skip"] = "error"
     """Invalid rows: `error` lists all of them with file and line and stops; `skip` leaves them out and counts them."""
     shuffle: bool = True
+    """Shuffle anew in each epoch."""
 
     @model_validator(mode="after")
     def _check_system_prompt(self) -> Self:
@@ -417,21 +438,31 @@ class RolloutConfig(Section):
     """Source of a step's groups: the run's own `engine`, or a `pool` that `atomrl pool fill` writes (section `pool`,
     docs/guides/rollout_pool.md)."""
     prompts_per_step: int = Field(16, ge=1)
+    """Prompts per step; times `completions_per_prompt` are its rows."""
     completions_per_prompt: int = Field(8, ge=1)
+    """Group size: completions of a prompt, whose rewards are compared."""
     temperature: float = Field(1.0, ge=0)
+    """Sampling temperature; 0 is greedy, which leaves nothing to learn from."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling: keep the most likely tokens up to this probability; 1 keeps all."""
     top_k: int = Field(0, ge=0)
+    """Sample from the k most likely tokens; 0 keeps all."""
     min_completion_tokens: int = Field(0, ge=0)
+    """No end of sequence before this many tokens."""
     max_completion_tokens: int = Field(256, ge=1)
+    """Completions are truncated at this many tokens."""
     stop: tuple[str, ...] = ()
+    """Strings that end a completion."""
     stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a completion, in addition to the tokenizer's own."""
     logprobs_over: Literal["vocabulary", "kept", "none"] = "vocabulary"
     """Tokens that log-probs are normalized over. `vocabulary`: all. `kept`: those that top-p and top-k left, in engine
     and trainer alike; the `hf` engine does not support it. `none`: vLLM and SGLang return no log-probs, which is
     faster; their difference from the trainer's is then neither measured nor corrected (`algorithm.rollout_is`)."""
     max_concurrent_completions: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Maximum number of completions that an engine decodes at once. `auto`: from the free memory of the GPU; 256 on a
-    CPU."""
+    """Maximum number of completions that an engine decodes at once: speed against memory. `auto`: on a GPU as many as
+    fit, up to all of a step; 256 on a CPU. With an environment, the native engine caches as many again between two
+    turns."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"
     """Fraction of a GPU's memory for vLLM or SGLang. `auto`: what the trainer leaves, by the estimate of `atomrl plan`,
     but no more than the engine can use."""
@@ -485,7 +516,7 @@ class ResourceConfig(Section):
     """CPUs of the actor, which is also its number of threads."""
     num_gpus: float | None = Field(None, ge=0)
     """GPUs of the actor: a fraction of one, or a whole number (for an engine, `rollout.tensor_parallel`). null: set by
-    `placement`, else 0."""
+    `placement`, else 0. Engines without a GPU are refused on a cluster that has GPUs."""
     custom: dict[str, Annotated[float, Field(gt=0)]] = {}
     """Custom Ray resources that the actor needs (`ray start --resources`): name -> amount."""
 
@@ -543,9 +574,9 @@ class PoolConfig(Section):
     """Rollout pool: `atomrl pool fill` writes it, and a run with `rollout.source: pool` trains on it."""
 
     folder: str | None = None
-    """Folder of the pools, one file each; on a local disk. None: `pools` in `output_dir`."""
+    """Folder of the pools, one file each; on a local disk. null: `pools` in `output_dir`."""
     name: str | None = Field(None, pattern=NAME)
-    """File name of the pool. None: `run_name`, so that each run has a pool of its own."""
+    """File name of the pool. null: `run_name`, so that each run has a pool of its own."""
     capacity: int = Field(4096, ge=1)
     """Maximum number of unclaimed groups. Evicts the oldest weight version first, then first in, first out."""
     ttl_s: float = Field(86400.0, gt=0)
@@ -575,6 +606,7 @@ class RewardRoute(Section):
     """A built-in name, or a dotted path to a function of the same signature, to verl's `compute_score`, or to a class
     that is called with trajectories."""
     args: dict[str, Any] = {}
+    """Arguments that are passed to the function by name."""
     completions: Literal["text", "messages"] | None = None
     """Form of the completions if the prompts are messages: `text`, or `messages` as in TRL, each
     `[{"role": "assistant", "content": text}]`. null: messages if the function is TRL's or its annotation says lists of
@@ -593,18 +625,19 @@ class RewardItem(RewardRoute):
     """A reward function and its weight in the sum."""
 
     weight: float = 1.0
+    """Weight in the sum."""
 
 
 class RewardConfig(Section):
     """How completions are scored."""
 
     functions: list[RewardItem] = [RewardItem(function="strict_math")]
-    """Rewards of every completion; their weighted sum is its reward. An item may be a name alone. The default is empty
-    if `by_data_source` is set."""
+    """Rewards of every completion; their weighted sum is its reward, and the first decides what counts as correct. An
+    item may be a name alone. The default is empty if `by_data_source` is set (docs/guides/rewards.md)."""
     by_data_source: dict[str, RewardRoute] = {}
     """Rewards by data source, as in `openai/gsm8k: gsm8k`."""
     workers: int = Field(2, ge=1)
-    """Worker processes that compute rewards."""
+    """Worker processes that compute rewards; for rewards over HTTP, the number of concurrent requests."""
     wait_s: float = Field(600.0, ge=0)
     """How long to wait for an unavailable service that a reward calls, before the run ends."""
 
@@ -628,17 +661,19 @@ class TrainConfig(Section):
     """Updates of the policy."""
 
     steps: int = Field(100, ge=1)
+    """Number of steps; each samples `prompts_per_step` prompts and trains on all completions."""
     total_epochs: float | None = Field(None, gt=0)
-    """Passes over the data, instead of `steps`."""
+    """Passes over the data, instead of `steps`; 0.5 is half of it."""
     epochs_per_step: int = Field(1, ge=1)
     """Passes over the rows of a step (PPO epochs)."""
     rows_per_update: int | None = Field(None, ge=1)
-    """Completions per optimizer step (mini-batch); None: all rows of the step."""
+    """Completions per optimizer step (mini-batch); null: all rows of the step."""
     tokens_per_micro_batch: Annotated[
         Annotated[int, Field(ge=1)] | Literal["auto"], BeforeValidator(lambda value: "auto" if value is None else value)
     ] = "auto"
-    """Padded tokens per forward pass; changes speed and memory, never the gradient. `auto`: from the free memory of the
-    GPU; 3072 on a CPU. On a GPU, passes without gradient take as many more as fit in the same memory."""
+    """Padded tokens per forward pass; changes speed and memory, never the gradient. `auto`: on a GPU as many as fit, up
+    to 16384; 3072 on a CPU (more leave its cache and are slower). On a GPU, passes without gradient take as many more
+    as fit in the same memory."""
     rows_per_micro_batch: int | None = Field(None, ge=1)
     """Maximum rows per forward pass, in addition to `tokens_per_micro_batch`."""
     max_row_tokens: int | None = Field(None, ge=2)
@@ -647,15 +682,23 @@ class TrainConfig(Section):
     """`adamw8bit` keeps Adam's moments in 8 bits (bitsandbytes); `paged_adamw8bit` also moves them to CPU memory when
     the GPU's is full."""
     learning_rate: float = Field(1e-6, gt=0)
+    """Peak learning rate; about 1e-6 for full fine-tuning, 1e-5 to 1e-4 for adapters."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warmup."""
     warmup_ratio: float = Field(0.0, ge=0, le=1)
+    """Fraction of all optimizer steps over which the learning rate rises linearly."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """Final learning rate of `linear` and `cosine`, as a fraction of `learning_rate`."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of Adam's first moment."""
     adam_beta2: float = Field(0.999, ge=0, lt=1)
+    """Decay of Adam's second moment."""
     adam_eps: float = Field(1e-8, gt=0)
+    """Added to the root of Adam's second moment."""
     weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay of AdamW."""
     max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are clipped to this norm."""
     report_entropy: bool = True
     """Log `actor/entropy` (costs one more reduction over the vocabulary)."""
     timeout_s: float = Field(3600.0, gt=0)
@@ -676,13 +719,19 @@ class EvalConfig(Section):
     every_steps: int = Field(0, ge=0)
     """Evaluate every N steps; 0: only before and after training."""
     before: bool = True
+    """Evaluate before the first step."""
     after: bool = True
+    """Evaluate after the last step."""
     samples_per_prompt: int = Field(1, ge=1)
+    """Completions per problem, for mean accuracy and pass@k."""
     temperature: float = Field(1.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling: keep the most likely tokens up to this probability; 1 keeps all."""
     top_k: int = Field(0, ge=0)
+    """Sample from the k most likely tokens; 0 keeps all."""
     max_completion_tokens: int | None = Field(None, ge=1)
-    """Maximum tokens of a completion. None: `rollout.max_completion_tokens`."""
+    """Maximum tokens of a completion. null: `rollout.max_completion_tokens`."""
 
 
 class CheckpointConfig(Section):
@@ -695,6 +744,7 @@ class CheckpointConfig(Section):
     keep_best: str | None = None
     """A metric, such as `critic/score/mean`: also keep the checkpoint with its best value (`RUN/best` links to it)."""
     best_is: Literal["max", "min"] = "max"
+    """`max`: the largest value of `keep_best` is the best; `min`: the smallest."""
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -705,13 +755,19 @@ class GptConfig(Section):
     """Shape of a GPT with random weights; its tokenizer is built from the data."""
 
     layers: int = Field(4, ge=1)
+    """Transformer blocks."""
     hidden: int = Field(256, ge=32)
+    """Width of the residual stream."""
     heads: int = Field(4, ge=1)
+    """Attention heads."""
     kv_heads: int | None = Field(None, ge=1)
+    """Key-value heads; null: as `heads`."""
     head_dim: int | None = Field(None, ge=2)
-    """Dimension of a head; None: `hidden / heads`. On a CPU vLLM supports only 32, 64, 80 and more."""
+    """Dimension of a head; null: `hidden / heads`. On a CPU vLLM supports only 32, 64, 80 and more."""
     intermediate: int | None = Field(None, ge=1)
+    """Width of the MLP; null: from `hidden`."""
     family: Literal["llama", "qwen2"] = "llama"
+    """Architecture."""
     max_tokens: int = Field(1024, ge=16)
     """Context length (`max_position_embeddings`): the longest row that a serving engine accepts."""
 
@@ -740,6 +796,10 @@ class SftConfig(Section):
     """Trained tokens of a row. `completions`: those of its completion, or of the assistant's messages. `conversations`:
     all of a row with `messages` or `conversations`, else those of the completion (TRL's default). `all`: all, with the
     prompt's. Of a row of text all are trained in any case."""
+    packing: Literal["bfd", "bfd_split", "wrapped"] | None = None
+    """Put demonstrations together to blocks of `train.max_row_tokens` tokens, as TRL; `train.rows_per_update` then
+    counts blocks. `bfd`: whole demonstrations, which do not see each other; `bfd_split`: what is cut off is a row of
+    its own; `wrapped`: end to end, cut anywhere."""
     gpt: GptConfig | None = None
     """Start from a new GPT of this shape, instead of `model.path`."""
 
@@ -751,6 +811,7 @@ class PreferenceConfig(Section):
     chosen_field: str = "chosen"
     """Column of the chosen completion, or of the whole conversation with it."""
     rejected_field: str = "rejected"
+    """Column of the rejected completion."""
     completion_field: str = "completion"
     """Column of the completion, in rows that are labelled one by one (KTO)."""
     label_field: str = "label"
@@ -761,7 +822,7 @@ class CriticConfig(Section):
     """The critic, for algorithms that have one (PPO, A2C, TRPO); otherwise without effect."""
 
     path: str | None = None
-    """Initial weights: a causal language model or a reward model. None: `model.path`."""
+    """Initial weights: a causal language model or a reward model. null: `model.path`."""
     learning_rate: float = Field(1e-5, gt=0)
     """Learning rate of the critic; its schedule, Adam's constants and gradient clipping are those of `train`."""
 
@@ -787,6 +848,10 @@ class PretrainConfig(Section):
     sample_every_steps: int = Field(0, ge=0)
     """Write samples every N steps and at the end; 0: none."""
     samples: int = Field(2, ge=1)
+    """Number of samples."""
     sample_tokens: int = Field(128, ge=1)
+    """Tokens of a sample."""
     sample_prompt: str = Field("\n", min_length=1)
+    """Text that samples continue."""
     sample_temperature: float = Field(0.8, ge=0)
+    """Sampling temperature of samples; 0 is greedy."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -28,6 +29,7 @@ from atomrl.data.conversations import (
     within_turns,
 )
 from atomrl.data.files import DataError, error_list
+from atomrl.data.packing import Strategy, packed
 from atomrl.data.problems import (
     COMPLETIONS,
     ENVIRONMENT,
@@ -533,12 +535,20 @@ def untrainable(group: Sequence[Example], max_row_tokens: int | None) -> str | N
     return None
 
 
+def _digest(block: Sequence[Example]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for example in block:
+        digest.update(example.tokens.tobytes() + example.learned.tobytes())
+    return digest.hexdigest()
+
+
 class TokenizedSamples:
     """Demonstrations or preferences as training rows. Those of a file are tokenized once. A generator draws new
     completions at every epoch, which are tokenized when a step needs them.
 
     Attributes:
         problems: the demonstrations or preferences that can be trained on.
+        units: what steps take: the problems, or with `packing` blocks of them.
 
     Args:
         report: the loaded ones.
@@ -550,6 +560,7 @@ class TokenizedSamples:
         read: input format of a reward model with its own template; all of its tokens are trained.
         stops: tokens that end the model's completions, besides those of the tokenizer and the chat template.
         train_on: which tokens of a row are trained (`sft.train_on`).
+        packing: puts demonstrations together to blocks of `max_row_tokens` (`sft.packing`).
 
     Raises:
         DataError: no problem is left, or the chat template does not show a part of a row (`data.on_bad_row` may skip
@@ -568,6 +579,7 @@ class TokenizedSamples:
         read: Read | None = None,
         stops: Iterable[int] = (),
         train_on: Literal["completions", "conversations", "all"] = "completions",
+        packing: Strategy | None = None,
     ) -> None:
         self._train_on = train_on
         self._draw, self._processor, self._seed, self._read = report.draw, processor, seed, read
@@ -586,6 +598,7 @@ class TokenizedSamples:
         over, longest, no_prompt, total = 0, (0, ""), 0, len(report.problems)
         errors: list[str] = []
         unusable, cut = dict[str, list[str]](), 0
+        cut_at = None if packing in ("bfd_split", "wrapped") else max_row_tokens
         for start in range(0, total, SAMPLES_AT_ONCE):
             chunk = report.problems[start : start + SAMPLES_AT_ONCE]
             items = [(f"0:{problem.problem_id}", problem) for problem in chunk]
@@ -596,12 +609,12 @@ class TokenizedSamples:
                 longest = max(longest, (size, problem.problem_id))
                 if not group:
                     no_prompt += 1
-                elif limit is not None and size > limit:
+                elif limit is not None and min(size, max_row_tokens or size) > limit:
                     over += 1
-                elif reason := untrainable(group, max_row_tokens):
+                elif reason := untrainable(group, cut_at):
                     unusable.setdefault(reason, []).append(problem.problem_id)
                 else:
-                    cut += max_row_tokens is not None and size > max_row_tokens
+                    cut += cut_at is not None and size > cut_at
                     self.problems.append(problem)
                     # A generator draws new completions in every epoch, so only those of a file are kept.
                     if self._draw is None:
@@ -635,6 +648,17 @@ class TokenizedSamples:
             log.warning(
                 "train.max_row_tokens=%d: %d of %d %s are longer and are truncated", max_row_tokens, cut, total, what
             )
+        self.units = self.problems if packing is None else self._pack(packing)
+
+    def _pack(self, strategy: Strategy) -> list[Problem]:
+        """Replace the demonstrations by blocks of them; returns the blocks."""
+        if self._draw is not None or self._max_row_tokens is None:
+            raise DataError("sft.packing: needs a file, and train.max_row_tokens, the size of a block")
+        blocks = packed([self._encoded[one.problem_id][0] for one in self.problems], self._max_row_tokens, strategy)
+        self._encoded = {f"block {number}": block for number, block in enumerate(blocks)}
+        return [
+            Problem(problem_id=name, prompt="", ground_truth=_digest(block)) for name, block in self._encoded.items()
+        ]
 
     def _groups(self, items: Items, errors: list[str]) -> list[list[Example] | None]:
         """Encode the completions of each problem; None for an invalid one, whose error is added to `errors`."""
@@ -664,8 +688,8 @@ class TokenizedSamples:
 
     def batches(self, size: int) -> Iterator[RowBatch]:
         """Yield the rows of all problems, `size` at a time; the same ones every time, for evaluation."""
-        for start in range(0, len(self.problems), size):
-            yield self.rows([(f"eval:{s.problem_id}", s) for s in self.problems[start : start + size]])
+        for start in range(0, len(self.units), size):
+            yield self.rows([(f"eval:{s.problem_id}", s) for s in self.units[start : start + size]])
 
     def completions(self, prompt_id: str, problem: Problem) -> Scored:
         """Return the completions of the problem's row, or draw them from its generator."""

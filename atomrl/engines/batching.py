@@ -194,6 +194,10 @@ class ContinuousBatch:
         self.cache.free()
         self.peak_rows = 0
 
+    def sleep(self) -> None:
+        """Free the cache's memory until rows are admitted again; no row may be running."""
+        self.free()
+
     def requeue(self) -> None:
         """Move all rows back to `waiting` with the tokens they have, and invalidate the cache.
 

@@ -350,12 +350,15 @@ class PagedKVCache:
         self.model, self.rope, self.device, self.rows = model, rope, rope[0].device, rows
         self.generation = 0
         """Increases whenever a tensor is replaced, which invalidates CUDA graphs."""
+        self.pool = self.least_pool = 0
+        """Pages of the pool, and those that it has at least as soon as one is allocated."""
         self.free()
 
-    def free(self) -> None:
-        """Free all memory."""
+    def free(self, least_pool: int = 0) -> None:
+        """Free all memory; the pool will have at least `least_pool` pages when it is used again."""
         self.generation += 1
         self.slots = self.groups = self.pool = 0
+        self.least_pool = least_pool
         self.unused: list[int] = []
         self.own, self.prompts = PageTable(self.device), PageTable(self.device)
         self.keys, self.values = ([self._new(0) for _ in range(self.model.spec.layers)] for _ in range(2))
@@ -394,7 +397,7 @@ class PagedKVCache:
         if not total:
             return
         if total > len(self.unused):
-            self.grow(max(self.pool + total - len(self.unused), int(_POOL_GROWTH * self.pool)))
+            self.grow(max(self.pool + total - len(self.unused), int(_POOL_GROWTH * self.pool), self.least_pool))
         for row, count in missing.items():
             if count > 0:
                 table.add(row, self.unused[:count])

@@ -22,7 +22,7 @@ from atomrl.models.attention import rotate
 from atomrl.models.gpt import Decoder, DecoderSpec, RMSNorm
 from atomrl.models.kernels import load_library
 from atomrl.models.loading import has_bfloat16
-from atomrl.models.quantized import QuantizedLinear
+from atomrl.models.quantized import QuantizedLinear, nf4_kernels
 from atomrl.protocols import Adapter, FrozenBase
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -95,6 +95,8 @@ def load_kernels() -> Kernels | None:
 # (layer, q|k|v of the tokens [N, (heads + 2 * kv_heads) * head_dim]) -> [N, heads * head_dim]
 Attend = Callable[[int, Tensor], Tensor]
 
+FUSED_ROWS = 128
+"""Most rows that are multiplied by the codes of nf4; more pay for dequantized weights. Estimated: no GPU has run it."""
 COPIED_AT_ONCE = 2**22  # elements rounded at once by `copy_rounded`
 
 
@@ -342,10 +344,16 @@ class Scratch:
     """Memory for one dequantized layer, shared by all layers of an engine: they compute one after the other."""
 
     def __init__(self) -> None:
-        self.size, self.memory = 0, torch.empty(0)
+        self.size = 0
+        """Elements of the largest layer."""
+        self.free()
+
+    def free(self) -> None:
+        """Free the memory; CUDA graphs that use it must be gone."""
+        self.memory = torch.empty(0)
 
     def view(self, rows: int, columns: int, like: Tensor) -> Tensor:
-        """Return memory of the first layers' maximum size as [rows, columns], always at the same address."""
+        """Return memory as [rows, columns]; at the same address until `free`."""
         if self.memory.numel() < self.size:
             self.memory = like.new_empty(self.size)
         return self.memory[: rows * columns].view(rows, columns)
@@ -362,6 +370,9 @@ class QuantizedStack(WideLinear):
     def _make_store(self, compute: torch.dtype, device: torch.device) -> None:
         assert self.shared is not None
         self.layers = [self.shared.base.modules[name.removesuffix(".weight")] for name in self.shared.names]
+        kinds = {cast(QuantizedLinear, layer).kind for layer in self.layers}
+        self.fused = kinds == {"nf4"} and compute != torch.float32
+        """Few rows are multiplied by the codes themselves, where there are kernels for it."""
         self.own_b = torch.zeros(self.outputs, self.columns, dtype=compute, device=device)
         self.shared.base.bytes += self.outputs * self.inputs * compute.itemsize
 
@@ -379,10 +390,28 @@ class QuantizedStack(WideLinear):
     def store(self) -> Tensor:  # type: ignore[override]
         """The dequantized weights and scale x B, [out, in + columns], until another layer is used."""
         store = self.scratch.view(self.outputs, self.inputs + self.columns, self.own_b)
-        for part in range(len(self.parts)):
-            store[self.parts[part], : self.inputs] = self.weight_of(part)
+        for part, layer in zip(self.parts, self.layers, strict=True):
+            cast(QuantizedLinear, layer).weight_in(store.dtype, out=store[part, : self.inputs])
         store[:, self.inputs :] = self.own_b
         return store
+
+    def multiply(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """See the base class. Few rows are multiplied by the codes themselves, without dequantized weights in memory.
+
+        Either way adapters are added before the product is rounded.
+        """
+        kernels = nf4_kernels(x.device) if self.fused and len(x) <= FUSED_ROWS else None
+        if kernels is None:
+            return super().multiply(x, residual)
+        if self.columns:
+            torch.mm(x[:, : self.inputs], self.a, out=x[:, self.inputs :])
+        out = x.new_empty(len(x), self.outputs) if residual is None else residual
+        if self.bias is not None and residual is not None:
+            residual.add_(self.bias)
+        start = residual if residual is not None else self.bias[None] if self.bias is not None else None
+        for part, layer in zip(self.parts, self.layers, strict=True):
+            kernels.multiply(x, layer, self.b[part], None if start is None else start[:, part], out[:, part])
+        return out
 
     def weight_of(self, part: int) -> Tensor:
         """Return a projection's dequantized weight [out, in]."""

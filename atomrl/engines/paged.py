@@ -414,6 +414,12 @@ class PagedBatch(ContinuousBatch):
         self.logits = self.logits[:0].clone()
         super().free()
 
+    def sleep(self) -> None:
+        """Free the memory of cache and graphs. The pool grows back at once, so graphs are captured only once more."""
+        pages = self.cache.pool
+        self.free()
+        self.cache.free(pages)
+
     def _free_unused_pages(self) -> None:
         """Free the pages of completions and prompts that are gone."""
         groups = [group.index for group in self.groups.values() if group.index is not None]

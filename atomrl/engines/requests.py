@@ -214,7 +214,7 @@ class EngineOptions:
     server_weights: str = "files"
     """How weights are sent to servers: `files` or `collective`."""
     base: FrozenBase | None = None
-    """The trainer's frozen weights. An engine that can use them without a copy does so; others load their own."""
+    """The trainer's frozen weights, for engines with `shares_base`."""
     images: Patches | None = None
     """Reads the patches of pictures; None: prompts have none."""
 
@@ -322,6 +322,8 @@ class RequestEngine(RolloutEngine):
     """True if requests may have pictures (`GenerationRequest.images`); if not, data with pictures are refused."""
     supports_lora: ClassVar[bool] = False
     """True if `update_weights` takes LoRA adapters (`WeightUpdate.adapters`); if not, `model.lora` is refused."""
+    shares_base: ClassVar[bool] = False
+    """True if the engine uses `EngineOptions.base` in place of base weights of its own."""
     health_path: ClassVar[str] = ""
     """Path of a server's health endpoint."""
     least_version: ClassVar[str | None] = None

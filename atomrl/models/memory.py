@@ -37,6 +37,18 @@ def _table() -> dict[str, dict[str, Any]]:
     return table
 
 
+@cache
+def known_shapes() -> dict[str, Any]:
+    """Return the transformers configs of well-known models: one hub name of each shape -> its config.
+
+    Example:
+        >>> known_shapes()["Qwen/Qwen2.5-7B"].hidden_size
+        3584
+    """
+    file = yaml.safe_load((files("atomrl.models") / "known_shapes.yaml").read_text(encoding="utf-8"))
+    return {entry["names"][0]: known_shape(entry["names"][0]) for entry in file["models"]}
+
+
 def known_shape(path: str | Path) -> Any | None:
     """Return the transformers config of a well-known hub model; None if it is not in the table.
 

@@ -6,6 +6,7 @@ weights, so they sample from exactly the policy that is trained. `nf4` is bitsan
 that name, it does not quantize activations, because an engine would not do so.
 """
 
+import logging
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, cast
@@ -18,8 +19,11 @@ from atomrl.common.errors import reraise_as
 from atomrl.config import ConfigError, Quantization
 from atomrl.models.kernels import apply
 
+log = logging.getLogger(__name__)
 BLOCK, SCALE_BLOCK = 64, 256
 """nf4: weights per scale, and scales per second-level scale."""
+ROUNDED_AT_ONCE = 2**18
+"""Weights of int8 that a CPU dequantizes at once."""
 
 
 def bitsandbytes() -> Any:
@@ -39,6 +43,28 @@ def bitsandbytes() -> Any:
 def _scale_map(device: torch.device) -> Tensor:
     """Return the values of the 8-bit codes of nf4's scales, [256]."""
     return cast(Tensor, bitsandbytes().functional.create_dynamic_map().to(device))
+
+
+@cache
+def _nf4_table(device: torch.device) -> Tensor:
+    """Return the values of nf4's codes, [16]."""
+    return cast(Tensor, bitsandbytes().functional.get_4bit_type("nf4", device=device))
+
+
+@cache
+def nf4_kernels(device: torch.device) -> Any | None:
+    """Return the Triton kernels for nf4 (`atomrl.models.nf4_kernels`) of a GPU; None on a CPU, and where they fail."""
+    if device.type != "cuda":
+        return None
+    try:
+        from atomrl.models import nf4_kernels as kernels
+
+        with torch.cuda.device(device):
+            kernels.check(device)
+    except Exception as error:
+        log.warning("nf4: rollouts dequantize with bitsandbytes, with one copy more: %s", error)
+        return None
+    return kernels
 
 
 class QuantizedLinear(nn.Linear):
@@ -76,10 +102,26 @@ class QuantizedLinear(nn.Linear):
         """The dequantized weight, [out, in]."""
         return self.weight_in(self.dtype)
 
-    def weight_in(self, dtype: torch.dtype) -> Tensor:
-        """Dequantize the weight, [out, in], in this dtype."""
-        if self.kind == "int8":
-            return (self.codes * self.scales).to(dtype)
+    def weight_in(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """Dequantize the weight, [out, in], in this dtype; into `out`, whose rows may be parts of wider ones."""
+        if self.kind == "nf4":
+            if out is None:
+                return self._nf4(dtype)
+            kernels = nf4_kernels(out.device)
+            return out.copy_(self._nf4(dtype)) if kernels is None else cast(Tensor, kernels.dequantize(self, out))
+        if out is None:
+            out = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.codes.device)
+        # The product is in float32 and rounded once. A CPU stores it before it rounds, so it gets a few rows at a time.
+        rows = self.out_features if out.is_cuda else max(1, ROUNDED_AT_ONCE // self.in_features)
+        for codes, scales, into in zip(*(each.split(rows) for each in (self.codes, self.scales, out)), strict=True):
+            torch.mul(codes, scales, out=into)
+        return out
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Return the values of nf4's codes [16], and of the codes of its scales [256]."""
+        return _nf4_table(self.codes.device), _scale_map(self.codes.device)
+
+    def _nf4(self, dtype: torch.dtype) -> Tensor:
         library = bitsandbytes().functional
         scale_state = library.QuantState(
             self.scale_scales, code=_scale_map(self.codes.device), blocksize=SCALE_BLOCK, dtype=torch.float32

@@ -9,11 +9,12 @@ on the reward model's tokenizer:
   tokens are tokens of this tokenizer, they are used without tokenizing again.
 """
 
+import json
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -219,6 +220,7 @@ class RewardModel:
         dtype: auto, float32 or bfloat16.
         tokens_per_batch: padded tokens per forward pass.
         trust_remote_code: allow the model's own code to run; a run passes `model.trust_remote_code`.
+        chat_template: auto, or messages_only: a prompt of text is used as it is, as in TRL.
 
     Raises:
         ConfigError: the model or tokenizer does not exist, or the model is not a classifier or has several labels.
@@ -231,6 +233,7 @@ class RewardModel:
         dtype: str = "auto",
         tokens_per_batch: int = 4096,
         trust_remote_code: bool = False,
+        chat_template: Literal["auto", "messages_only"] = "auto",
     ) -> None:
         path = str(path)  # a folder's name may be a number
         config = model_config_only(path, trust_remote_code)
@@ -244,7 +247,7 @@ class RewardModel:
             raise ConfigError(f"reward_model: tokens_per_batch must be at least 1, not {tokens_per_batch}")
         self.path, self.device, self.tokens_per_batch = path, device, tokens_per_batch
         self.options: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-        self.reader = Reader(load_tokenizer(path, trust_remote_code), config, path)
+        self.reader = Reader(load_tokenizer(path, trust_remote_code), config, path, chat_template == "messages_only")
         self.model: ScalarModel | None = None
 
     @torch.no_grad()
@@ -270,15 +273,16 @@ class Reader:
         tokenizer: tokenizer of the reward model.
         config: config of the reward model, for its maximum length.
         path: path of the reward model, for messages.
+        messages_only: do not apply its chat template to prompts of text.
 
     Raises:
         ConfigError: the model has several labels, or needs token type ids, which are not passed on (BERT, ELECTRA).
     """
 
-    def __init__(self, tokenizer: Any, config: Any, path: str) -> None:
+    def __init__(self, tokenizer: Any, config: Any, path: str, messages_only: bool = False) -> None:
         if is_classifier(config) and config.num_labels != 1:
             raise ConfigError(f"{path} has {config.num_labels} labels; a reward model has one")
-        self.tokenizer, self.path = tokenizer, path
+        self.tokenizer, self.path, self._messages_only = tokenizer, path, messages_only
         self.limit = min(tokenizer.model_max_length, getattr(config, "max_position_embeddings", None) or 1 << 30)
         self.has_template = bool(tokenizer.chat_template)
         self._special = special_ids(tokenizer)
@@ -348,8 +352,10 @@ class Reader:
             ConfigError: the message has tool calls or the like, and the tokenizer no chat template.
         """
         message = Message(role="assistant", content=text) if isinstance(text, str) else text
-        tools = problem.columns.get("tools", ()) if "completions" in problem.columns else ()
-        if self.has_template:
+        tools = problem.columns.get("tools") or ()
+        if isinstance(tools, str):  # the JSON text of a row, which the data's reader has checked
+            tools = json.loads(tools.strip() or "[]")
+        if self.has_template and not (self._messages_only and isinstance(problem.prompt, str)):
             written = render(self.tokenizer, _conversation(problem, message), tools=tools)
             return self._encode(written, add_special_tokens=False)
         text = message["content"]

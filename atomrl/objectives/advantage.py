@@ -45,22 +45,27 @@ from atomrl.objectives.base import Atoms, Choice, Custom, Setting, default, not_
 
 
 class Shaping(Choice, type="penalties"):
-    """Reward shaping: penalties for length and repetition, then bounds.
-
-    `mask_truncated` is DAPO's overlong filtering: no loss on truncated completions. By default,
-    `max_completion_tokens` is the rollout's, and `overlong_buffer_tokens` a fifth of it.
-    """
+    """Reward shaping: penalties for length and repetition, then bounds."""
 
     text = ""
     soft_overlong: bool = False
+    """Penalize long completions, growing over the last tokens before the limit (DAPO)."""
     max_completion_tokens: PositiveInt | None = None
+    """The limit; null: the rollout's."""
     overlong_buffer_tokens: PositiveInt | None = None
+    """Tokens before the limit at which the penalty starts; null: a fifth of the limit."""
     overlong_penalty: NonNegativeFloat = default(soft_overlong_penalty, "factor")
+    """Penalty at the limit."""
     repetition_ngram_tokens: NonNegativeInt = 0
+    """Size of the n-grams whose repetition is penalized; 0: no penalty."""
     repetition_weight: NonNegativeFloat = 1.0
+    """Maximum penalty for repetition."""
     lowest: FiniteFloat | None = None
+    """Lower bound of the reward."""
     highest: FiniteFloat | None = None
+    """Upper bound of the reward."""
     mask_truncated: bool = False
+    """No loss on truncated completions (DAPO's overlong filtering)."""
 
     def atoms(self) -> Atoms:
         overlong = (soft_overlong_penalty,) if self.soft_overlong else ()

@@ -26,18 +26,19 @@ from atomrl.protocols import ModelOutputs
 
 
 class KLPenalty(Choice):
-    """Base class of KL penalties. With a coefficient of 0, no reference is loaded.
-
-    With a `target` (nats per token) the coefficient adapts; `horizon` is in completions. `k2_gradient` replaces the
-    gradient by k2's, which is the KL's, and keeps the value.
-    """
+    """Base class of KL penalties."""
 
     keeps_fields = True
     coefficient: NonNegativeFloat = 0.0
+    """Weight of the KL to the reference; 0: no reference model is loaded."""
     apply_to: Literal["loss", "reward"] = "loss"
+    """Add the KL to the loss, or subtract it from the reward."""
     k2_gradient: bool = False
+    """Keep this estimator's value, but use k2's gradient, which is the KL's."""
     target: NonNegativeFloat | None = None
+    """Target KL in nats per token, for an adaptive coefficient; null: constant."""
     horizon: NonNegativeFloat = 10000.0
+    """Number of completions over which the coefficient adapts."""
     fault: ClassVar[str] = ""
     """Problem of its gradient in the loss, for a warning."""
 

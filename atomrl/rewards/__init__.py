@@ -10,6 +10,7 @@ from atomrl.rewards.format import (
     hard_format_reward,
     length_penalty,
     mark_reward,
+    missing_eos_penalty,
     repetition_penalty,
     strict_format,
 )

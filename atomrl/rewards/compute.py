@@ -37,7 +37,16 @@ from atomrl.rewards.calling import (
 )
 from atomrl.rewards.errors import NoScore, RewardError, RewardStop
 from atomrl.rewards.service import RewardService
-from atomrl.rewards.table import CLASSES, LOADING, REWARDS, SERVICES, AnyReward, importable_name, truth_problem
+from atomrl.rewards.table import (
+    CLASSES,
+    LOADING,
+    REWARDS,
+    SERVICES,
+    AnyReward,
+    importable_name,
+    says_right,
+    truth_problem,
+)
 from atomrl.types import Problem, RewardFailure, Segment, Trajectory
 
 if TYPE_CHECKING:
@@ -127,6 +136,13 @@ class Rewards:
             for source, scorer in part.scorers.items()
             if isinstance(scorer.function, RewardService)
         }
+
+    @property
+    def says_right(self) -> bool:
+        """Whether the first part grades answers as right or wrong, for every data source: then runs have an accuracy,
+        the share of its values that are 1.0 or more (`table.says_right`)."""
+        scorers = self.parts[0].scorers.values() if self.parts else ()
+        return bool(scorers) and all(says_right(scorer.built_in, scorer.function) for scorer in scorers)
 
     def totals(self) -> dict[str, float]:
         """Return cumulative service metrics `reward/NAME/...`: requests, retries, tokens, cost."""
@@ -499,17 +515,6 @@ def name_functions(functions: Iterable[AnyReward | str]) -> tuple[list[str], dic
             local[name] = function
         names.append(name)
     return names, local
-
-
-def first_values(trajectories: Iterable[Trajectory]) -> dict[str, list[float]]:
-    """Collect the values of each trajectory's first reward function, by name. Accuracy is computed from them if
-    `table.says_right` allows it."""
-    values: dict[str, list[float]] = {}
-    for item in trajectories:
-        name, value = next(iter(item.reward_parts.items()), ("", None))
-        if value is not None:
-            values.setdefault(name, []).append(value)
-    return values
 
 
 def failure_counts(trajectories: Iterable[Trajectory]) -> dict[str, float]:

@@ -209,6 +209,22 @@ def length_penalty(
     return [0.0 - min(1.0, max(0, tokens - free_tokens) / span) for tokens in completion_tokens]
 
 
+def missing_eos_penalty(
+    prompts: list[Any], completions: list[str], completion_ids: list[list[int]], eos_token_id: int, **columns: Any
+) -> list[float]:
+    """Return -1 for a completion without the end-of-sequence token, else 0.
+
+    Args:
+        completion_ids: tokens of each completion; passed to rewards that ask for them.
+        eos_token_id: the end-of-sequence token.
+
+    Example:
+        >>> missing_eos_penalty([""] * 2, ["a", "b"], [[5, 2], [5, 6]], eos_token_id=2)
+        [0.0, -1.0]
+    """
+    return [0.0 if eos_token_id in ids else -1.0 for ids in completion_ids]
+
+
 def repetition_penalty(
     prompts: list[Any], completions: list[str], ngram_size: int = 3, max_penalty: float = -1.0, **columns: Any
 ) -> list[float]:

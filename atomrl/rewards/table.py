@@ -1,15 +1,15 @@
 """Registry of the built-in rewards, and lookup of any reward by name."""
 
 import inspect
-import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import atomrl.rewards as built_in
 from atomrl.common.errors import did_you_mean
-from atomrl.common.functions import OF_FILE, find_function
+from atomrl.common.functions import OF_FILE, find_function, names_in
+from atomrl.data.problems import USUAL
 from atomrl.rewards import latex as boxes
 from atomrl.rewards import programs
 from atomrl.rewards import verifiable as tasks
@@ -68,24 +68,27 @@ TRUTHS: dict[str, Callable[[Row, Mapping[str, Any]], object]] = {
 the ground truth. Rewards that are not listed use no ground truth, or accept any."""
 
 
-def says_right(values: Mapping[str, Iterable[float]]) -> bool:
-    """Return True if the first reward functions measure correctness, so that accuracy is the share of values >= 1.
+GRADERS = {*TRUTHS, "reasoning_gym", "environment"}
+"""The built-in rewards whose values of 1.0 or more say that an answer is right."""
+TRUTH_NAMES = {"ground_truth", "ground_truths", *(name.partition(".")[0] for name in USUAL["data.answer_field"])}
+"""Names by which functions of the user's own read the ground truth."""
 
-    This holds if they compare with a ground truth, or if all their values are 0 or 1. It does not hold for a length or
-    a graded score.
+
+def says_right(built_in: str | None, function: AnyReward) -> bool:
+    """Return True if a reward grades answers as right (1.0 or more) or wrong, so that its values have an accuracy.
+
+    A built-in does if it is in `GRADERS`, a function of the user's own if its code names the ground truth.
 
     Args:
-        values: reward name -> values.
+        built_in: name of a built-in reward; None for a function of the user's own.
 
     Example:
-        >>> says_right({"mine": [0.0, 1.0]}), says_right({"mine": [0.4, 1.3]}), says_right({"code": [0.25, 1.0]})
-        (True, False, True)
+        >>> says_right("code", find_reward("code")), says_right("llm_judge", find_reward("llm_judge"))
+        (True, False)
+        >>> says_right(None, lambda completions, answer, **columns: [float(answer[0] in text) for text in completions])
+        True
     """
-    with_truth = {*TRUTHS, "reasoning_gym"}
-    return all(
-        re.sub(r"_\d+$", "", name) in with_truth or all(value in (0.0, 1.0) for value in column)
-        for name, column in values.items()
-    )
+    return built_in in GRADERS if built_in is not None else not TRUTH_NAMES.isdisjoint(names_in(function))
 
 
 def truth_problem(name: str, row: Row, args: Mapping[str, Any] | None = None) -> str | None:

@@ -18,12 +18,9 @@ from typing import Any
 from atomrl.common.errors import reraise_as
 from atomrl.common.files import flush_to_disk, new_folder, sha256
 from atomrl.config import ConfigError, RunConfig, load_config
+from atomrl.tracking.checkpoint_format import FORMAT, MANIFEST
 from atomrl.tracking.reading.lines import flat_tree
 
-MANIFEST = "MANIFEST.json"
-FORMAT = 1
-"""Version of a checkpoint's layout, in its manifest. Raise it when an earlier version of the package could not continue
-from what this one writes. A manifest without a version is of version 0, which has the same files as 1."""
 STEP = re.compile(r"step_([0-9]{1,15})")
 
 

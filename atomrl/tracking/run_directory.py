@@ -482,7 +482,7 @@ class RunDirectory:
                 "cannot be checked. Nothing was changed: mend the access or the disk, and try again. If it stays "
                 "unreadable, move the checkpoint's folder away, to continue from an earlier one"
             ) from error
-        if written or any((self.path / link).is_symlink() for link in ("model", "best")):
+        if written or any(os.path.lexists(self.path / link) for link in ("model", "best")):
             raise ConfigError(
                 f"no checkpoint of {self.path} is intact, so there is nothing to continue from. Nothing was changed: "
                 "put the missing or damaged files back, or start another run with run_name=NEW_NAME"
@@ -490,11 +490,16 @@ class RunDirectory:
         return None
 
     def _link(self, name: str, checkpoint: Path) -> None:
-        """Point a symbolic link in the run's folder to a checkpoint, so that commands need not know the step."""
-        aside = self.path / f".{name}.partial"
+        """Point a symbolic link in the run's folder to a checkpoint, so that commands need not know the step.
+
+        A folder in its place, which a copy of the run that follows links leaves, is renamed.
+        """
+        place, aside = self.path / name, self.path / f".{name}.partial"
+        if place.is_dir() and not place.is_symlink():
+            place.rename(self.path / f"{name}_copied_{time.time_ns()}")
         aside.unlink(missing_ok=True)
         aside.symlink_to(checkpoint.relative_to(self.path), target_is_directory=True)
-        aside.replace(self.path / name)
+        aside.replace(place)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`, and `curves.png` if matplotlib is installed."""

@@ -12,18 +12,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atomrl.backends.base import check_shards
 from atomrl.backends.group import RankFailed, RankLost, RankOutOfMemory
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.common.files import model_identity
 from atomrl.common.processes import HangWatch, launched, phase, unmet_request
 from atomrl.common.threads import adaptive_threads
-from atomrl.config import ConfigError, RunConfig
+from atomrl.config import RunConfig
 from atomrl.data.files import pinned
 from atomrl.data.images import ImageReader, ImageStore
 from atomrl.data.problems import DataProcessor, PromptStream
 from atomrl.models.loading import resolve_folder
 from atomrl.protocols import Algorithm, TrainingBackend
+from atomrl.tracking.checkpoint_format import PROGRESS, check_sharded, record_from
 from atomrl.tracking.checkpoints import tokenizer_identity
 from atomrl.tracking.reading.lines import read_metrics
 from atomrl.tracking.recorder import Recorder
@@ -77,8 +77,6 @@ def hang_watch(config: RunConfig) -> HangWatch:
 
 
 log = logging.getLogger(__name__)
-STATE = "progress.json"
-"""File of a checkpoint with the run's `Progress`."""
 
 
 class Evaluation(NamedTuple):
@@ -208,10 +206,10 @@ class PreparedRun(ABC):
             stack.enter_context(adaptive_threads(self.ranks == 1 and device_name(config.model.device) == "cpu"))
 
             newest = directory.checkpoint_folder(directory.first_step - 1) if directory.first_step > 1 else None
-            stored = json.loads((newest / STATE).read_text(encoding="utf-8")) if newest else {}
+            stored = json.loads((newest / PROGRESS).read_text(encoding="utf-8")) if newest else {}
             if newest and config.backend is not None:
-                check_shards(newest)  # before ranks are started and models are loaded
-            self.progress = progress = read_progress(stored, newest)
+                check_sharded(newest)  # before ranks are started and models are loaded
+            self.progress = progress = record_from(Progress, stored, (newest or directory.path) / PROGRESS)
             earlier_s = progress.wall_s
 
             self.start = starting_model(config, self.tokenizer, directory)
@@ -234,7 +232,7 @@ class PreparedRun(ABC):
 
             def save(folder: Path, progress: Progress) -> Callable[[], None] | None:
                 written = trainer.save(folder)
-                (folder / STATE).write_text(json.dumps(asdict(progress), indent=1) + "\n", encoding="utf-8")
+                (folder / PROGRESS).write_text(json.dumps(asdict(progress), indent=1) + "\n", encoding="utf-8")
                 return written
 
             done = fit(training, config, progress, save, self._evaluate, callbacks)
@@ -256,7 +254,6 @@ class PreparedRun(ABC):
         progress = self.progress
         before = progress.evaluations.get("0", {})
         after = progress.evaluations.get(str(progress.step), {}) if progress.step else {}
-        graded = progress.graded  # known only after the first evaluation, if that had nothing but zeros
         summary = {
             "run": str(directory.path),
             "finished": done,
@@ -264,7 +261,7 @@ class PreparedRun(ABC):
             "updates": progress.updates,
             "seed": self.config.seed,
             "wall_s": round(seconds, 2),
-            **{f"{name}_before": value for name, value in before.items() if not (graded and name == "accuracy")},
+            **{f"{name}_before": value for name, value in before.items()},
             **{f"{name}_after": value for name, value in after.items()},
             **self.totals(),
             "model": str(directory.path / "model") if progress.step else None,
@@ -276,21 +273,6 @@ class PreparedRun(ABC):
                 progress.step, why_no_update(read_metrics(directory.path / "metrics.jsonl")), summary["model"],
             )  # fmt: skip
         return summary
-
-
-def read_progress(stored: Mapping[str, Any], folder: Path | None) -> Progress:
-    """Return the progress stored in a checkpoint. A field that an older version did not write has its default.
-
-    Raises:
-        ConfigError: it has a field that this version does not know.
-    """
-    try:
-        return Progress(**stored)
-    except TypeError as error:
-        raise ConfigError(
-            f"{folder}/{STATE} is of another version of AtomRL, which this one does not know ({error}). Update AtomRL "
-            "to continue the run"
-        ) from None
 
 
 def ranks_line(config: RunConfig) -> str:

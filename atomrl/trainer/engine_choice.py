@@ -21,8 +21,18 @@ from atomrl.models.memory import BESIDE, SHARDED
 from atomrl.models.shapes import text_config
 from atomrl.protocols import Algorithm
 from atomrl.tracking.run_directory import installed_version, is_begun
-from atomrl.trainer.build import ENGINES, chosen_class, device_name, train_sampling
-from atomrl.trainer.memory import CONTEXT_GIB, GIB, USABLE, at_once, memory_estimate, sampling_bytes
+from atomrl.trainer.build import ENGINES, algorithm_of, chosen_class, device_name, train_sampling, with_settings
+from atomrl.trainer.memory import (
+    CONTEXT_GIB,
+    GIB,
+    LEAST_AT_ONCE,
+    USABLE,
+    at_once,
+    memory_by_phase,
+    memory_estimate,
+    sampling_bytes,
+    shares_base,
+)
 
 log = logging.getLogger(__name__)
 ENGINE_PARTS = ("engine weights", "key-value cache")
@@ -91,7 +101,44 @@ def why_not_vllm(config: RunConfig, path: str) -> str | None:
         return f"vLLM {version} does not support {', '.join(architectures) or 'the model'}"
     if unsupported(shape) is not None and config.model.lora is not None:
         return "it is unknown whether vLLM supports adapters for this model"
-    return None
+    return None if gpu == "elsewhere" else only_native_fits(config, shape, gpu)
+
+
+def only_native_fits(config: RunConfig, shape: Any, gpu: str) -> str | None:
+    """Return the memory that the run needs with either engine, if it fits a GPU only with the native one, which uses
+    the trainer's base weights; else None.
+
+    `auto` settings count with their smallest values.
+    """
+    row = config.data.max_prompt_tokens + config.rollout.max_completion_tokens
+    smallest: dict[str, dict[str, Any]] = {"rollout": {"engine": "native"}}
+    if config.rollout.max_concurrent_completions == "auto":
+        smallest["rollout"]["max_concurrent_completions"] = LEAST_AT_ONCE
+    if config.train.tokens_per_micro_batch == "auto":
+        smallest["train"] = {"tokens_per_micro_batch": row}
+    if config.model.gradient_checkpointing == "auto":
+        smallest["model"] = {"gradient_checkpointing": True}
+    native = with_settings(config, smallest)
+    compute = compute_dtype(config.model.dtype, gpu).itemsize
+    if not shares_base(native, shape, "cuda", compute):
+        return None
+    algorithm = algorithm_of(config)
+    vllm = with_settings(native, {"rollout": {"engine": "vllm"}})
+    parts = memory_estimate(vllm, algorithm, device="cuda", compute=compute)
+    trainer = role_parts("trainer", parts, {})
+    engine = _engine_need(vllm, shape, parts)
+    # vLLM gives its memory back during an update, unless both work at the same time.
+    updating = at_once(trainer) + (engine if config.asynchronous is not None else 0)
+    with_vllm = max(resident_bytes(trainer) + engine, updating)
+    with_native = memory_by_phase(native, algorithm, device="cuda", compute=compute).peak
+    capacity = int(torch.cuda.get_device_properties(torch.device(gpu)).total_memory)
+    usable = (capacity - CONTEXT_GIB * GIB) * USABLE
+    if not with_native <= usable < with_vllm:
+        return None
+    return (
+        f"only native fits, because it uses the trainer's base weights: {with_native / GIB:.1f} GiB, "
+        f"{with_vllm / GIB:.1f} with vLLM, of {usable / GIB:.1f}"
+    )
 
 
 def _on_gpu(config: RunConfig) -> str | None:
@@ -106,17 +153,6 @@ def _on_gpu(config: RunConfig) -> str | None:
         return "elsewhere" if cluster.address or not torch.cuda.is_available() else "cuda"
     device = device_name(config.model.device)
     return None if device == "cpu" else device
-
-
-def takes_turns(config: RunConfig) -> bool:
-    """True if the engine sleeps during updates.
-
-    That is so if trainer and engine share a GPU and the engine reserves memory of its own, as vLLM and SGLang do.
-    """
-    if config.cluster is not None:
-        return config.cluster.placement == "colocated"
-    on_gpu = device_name(config.model.device) != "cpu"
-    return chosen_class(config.rollout).package is not None and on_gpu and config.asynchronous is None
 
 
 def known_architectures() -> set[str]:
@@ -198,9 +234,7 @@ def engine_share(
     room = (capacity - CONTEXT_GIB * GIB) * USABLE - trainer
     path = config.model.path
     assert path is not None, "a run with rollouts has a model.path"
-    shape = text_config(model_config_only(path, config.model.trust_remote_code))
-    sampling = sampling_bytes(config, int(shape.vocab_size))
-    need = ENGINE_OVERHEAD + 1.1 * sum(parts[part] for part in ENGINE_PARTS) + sampling
+    need = _engine_need(config, model_config_only(path, config.model.trust_remote_code), parts)
     # Rounded down, and never more than the engine can use.
     share = int(100 * min(room / engines, need) / capacity) / 100
     reason = (
@@ -212,6 +246,12 @@ def engine_share(
             "model.lora, model.quantization, cluster.placement=split, or set it to a value that fits"
         )
     return share, reason
+
+
+def _engine_need(config: RunConfig, shape: Any, parts: Mapping[str, int]) -> float:
+    """Return the bytes that vLLM or SGLang can use."""
+    sampling = sampling_bytes(config, int(text_config(shape).vocab_size))
+    return ENGINE_OVERHEAD + 1.1 * sum(parts[part] for part in ENGINE_PARTS) + sampling
 
 
 def resident_bytes(parts: Mapping[str, int]) -> int:

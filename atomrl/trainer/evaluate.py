@@ -23,9 +23,7 @@ from atomrl.engines.requests import generate
 from atomrl.objectives.base import not_none
 from atomrl.protocols import RewardComputer, RolloutEngine
 from atomrl.rewards.answers import normalise_text, parse_number
-from atomrl.rewards.compute import first_values
 from atomrl.rewards.format import extract_answer, has_strict_format, reasoning_text
-from atomrl.rewards.table import says_right
 from atomrl.tracking.run_directory import rollout_rows
 from atomrl.types import Problem, SamplingParams
 
@@ -50,7 +48,7 @@ class EvalResult:
 
     The first reward decides what is correct. Completions for which it has no value do not count in accuracy, pass@k and
     majority, as in `train/accuracy`. These are NaN if there are no others, or if its values do not grade answers as
-    right or wrong (`rewards.table.says_right`).
+    right or wrong (`Rewards.says_right`).
     """
 
     prompts: int
@@ -98,7 +96,7 @@ def evaluate(
     rewards: RewardComputer,
     sampling: SamplingParams,
     response_prefix: str = "",
-    graded: bool = False,
+    says_right: bool = True,
 ) -> EvalResult:
     """Sample `sampling.completions_per_prompt` completions per problem and score them.
 
@@ -108,7 +106,7 @@ def evaluate(
         rewards: the first part decides what is correct.
         response_prefix: text that every completion starts with. Its tokens are appended to the prompt, and its text is
             prepended to the scored text. For example, `<think></think><answer>` skips the reasoning.
-        graded: the first reward is a score and not right or wrong, even if its values are all 0 or 1.
+        says_right: the first reward grades answers as right or wrong (`Rewards.says_right`).
 
     Raises:
         ValueError: no problems are given.
@@ -123,10 +121,10 @@ def evaluate(
     # Sample and score; with a prefix, the completion that is scored includes it.
     completions = generate(engine, prompts, sampling)
     scored = rewards([replace(item, text=response_prefix + item.text) for item in completions])
-    right = not graded and says_right(first_values(scored))
     # Grade each completion, and compute the figures over all problems and per data source.
     groups = [
-        [judged(row, tokenizer, right) for row in rollout_rows(0, group, {})] for group in by_group(scored).values()
+        [judged(row, tokenizer, says_right) for row in rollout_rows(0, group, {})]
+        for group in by_group(scored).values()
     ]
     sources: dict[str, list[list[Row]]] = defaultdict(list)
     for group in groups:

@@ -46,8 +46,6 @@ class Progress:
     """Optimizer steps that changed weights."""
     idle_steps: int = 0
     """Consecutive steps without an accepted group, up to `MAX_IDLE_STEPS`."""
-    graded: bool = False
-    """True once the first reward function has returned values other than right and wrong: no accuracy is reported."""
 
 
 class Training(Protocol):

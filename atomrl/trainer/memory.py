@@ -1,6 +1,7 @@
 """Estimate the memory of a run and the time of a step from shapes and data sheets; loads no weights, needs no GPU.
 
-`memory_estimate` is the memory by part, `step_seconds` the time by phase on one of the `GPUS`.
+`memory_estimate` is the memory by part, `memory_by_phase` that at its peak, `step_seconds` the time by phase on one of
+the `GPUS`.
 """
 
 import re
@@ -14,7 +15,9 @@ from atomrl.atoms.auxiliary_losses import DIVERGENCE_ELEMENTS
 from atomrl.atoms.logprobs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_GPU
 from atomrl.common.errors import did_you_mean
 from atomrl.config import ConfigError, Quantization, RunConfig
+from atomrl.engines.decoder import FUSED_ROWS, lora_columns
 from atomrl.models.attention import packs_rows
+from atomrl.models.gpt import unsupported
 from atomrl.models.loading import compute_dtype, model_config_only
 from atomrl.models.memory import (
     BESIDE,
@@ -26,7 +29,9 @@ from atomrl.models.memory import (
     count_parameters,
     critic_parameters,
     ends,
+    is_tied,
     layer_count,
+    process_memory,
     tower_bytes,
     trained_parameters,
     widths,
@@ -151,6 +156,8 @@ PRODUCT_SHARE = 0.75
 """Share of the TFLOPS that large matrix products reach. Measured on one H200: 737 of 989 in updates, 2026-11-26."""
 BANDWIDTH_SHARE = 0.6
 """Share of the bandwidth that memory-bound kernels reach. Estimated; a plain copy reached 0.89 on the H200."""
+FUSED_SHARE = 0.5
+"""Share of these two rates that products with the codes of nf4 reach. Estimated: no GPU has run them."""
 PASS_BYTES, PASS_BYTES_COMPILED = 500, 200
 """Memory traffic of one pass, in bytes per token, layer and hidden unit, without matrix products. Counted
 (`benchmarks/layer_launches.py`: half of what forward and backward move); estimated for compiled layers."""
@@ -161,6 +168,8 @@ LAYER_LAUNCHES, LAYER_LAUNCHES_COMPILED = 216, 110
 LAUNCH_S = 9e-6
 """Seconds per kernel launch on the host. Estimated: 15 us were measured from Python, and a backward pass is launched
 from C++."""
+PLAIN_LAYER_S = 2.4e-3
+"""Seconds of a decode step per layer on a card without bfloat16, where no engine has kernels: as transformers."""
 OTHER_S = 0.5
 """Seconds of a step for weight sync, rewards and advantages. Estimated."""
 ERROR = 2.0
@@ -187,7 +196,7 @@ def step_seconds(config: RunConfig, shape: Any, gpu: Gpu, compute: int) -> Mappi
         sharing = min(rollout.completions_per_prompt, max(1, train.micro_batch_tokens("cuda") // row))
         tokens -= rows * max(0, row - limit) * (sharing - 1) // sharing
     logits = rows * (limit if has_rollouts else row)
-    forward, update = (_pass_seconds(config, shape, gpu, tokens, logits, backward) for backward in (False, True))
+    forward, update = (_pass_seconds(config, shape, gpu, tokens, logits, compute, b) for b in (False, True))
     seconds: dict[str, float] = {}
     if has_rollouts:
         seconds["rollout"] = _rollout_seconds(config, shape, gpu, compute)
@@ -213,15 +222,31 @@ def _rollout_seconds(config: RunConfig, shape: Any, gpu: Gpu, compute: int) -> f
     mean_context = config.data.max_prompt_tokens + rollout.max_completion_tokens / 2
     rate, bandwidth = gpu.tflops * 1e12 * PRODUCT_SHARE, gpu.gb_s * 1e9 * BANDWIDTH_SHARE
     products = max(total * compute / bandwidth, 2 * total * batch / rate)
+    if config.model.quantization and shares_base(config, shape, "cuda", compute):
+        dequantized = _dequantized_bytes(config, shape, compute)
+        if config.model.quantization == "nf4" and batch <= FUSED_ROWS and compute < FLOAT32:
+            codes = dequantized - (total - ends(shape)) * compute + ends(shape) * compute
+            products = max(codes / bandwidth, 2 * total * batch / rate) / FUSED_SHARE
+        else:
+            products += dequantized / bandwidth
     traffic = batch * (mean_context * 2 * layers * keys * compute + LOGIT_BYTES * vocab)
     layer = engine.layer_s + (engine.adapted_layer_s if config.model.lora else 0)
+    layer = layer if gpu.bfloat16 else max(layer, PLAIN_LAYER_S)
     row = engine.row_s + (engine.logprob_s if rollout.logprobs_over != "none" else 0)
     step = (products + traffic / bandwidth) / rollout.tensor_parallel + layers * layer + batch * row
     prefill = 2 * total * rollout.prompts_per_step * config.data.max_prompt_tokens / rate
     return float(prefill + -(-rows // batch) * rollout.max_completion_tokens * step)
 
 
-def _pass_seconds(config: RunConfig, shape: Any, gpu: Gpu, tokens: int, logits: int, backward: bool) -> float:
+def _dequantized_bytes(config: RunConfig, shape: Any, compute: int) -> float:
+    """Return the bytes that are read and written when all layers are dequantized once; 0 if they are not quantized."""
+    quantization = config.model.quantization
+    return 0 if quantization is None else (count_parameters(shape) - ends(shape)) * (QUANTIZED[quantization] + compute)
+
+
+def _pass_seconds(
+    config: RunConfig, shape: Any, gpu: Gpu, tokens: int, logits: int, compute: int, backward: bool
+) -> float:
     """Estimate the seconds of a forward pass over all tokens, and of the backward pass if `backward`.
 
     Kernel launches on the host overlap with the device, so it is the larger of the two times.
@@ -235,8 +260,9 @@ def _pass_seconds(config: RunConfig, shape: Any, gpu: Gpu, tokens: int, logits: 
     traffic = passes * layers * hidden * (PASS_BYTES_COMPILED if model.compile else PASS_BYTES) * tokens
     traffic += (1 + backward) * LOGIT_BYTES * text.vocab_size * logits
     device = products * total * tokens / (gpu.tflops * 1e12 * PRODUCT_SHARE)
-    device += traffic / (gpu.gb_s * 1e9 * BANDWIDTH_SHARE)
     micro_batches = -(-tokens // (cards * config.train.micro_batch_tokens("cuda")))
+    traffic += cards * micro_batches * passes * _dequantized_bytes(config, shape, compute)
+    device += traffic / (gpu.gb_s * 1e9 * BANDWIDTH_SHARE)
     launches = layers * (LAYER_LAUNCHES_COMPILED if model.compile else LAYER_LAUNCHES) * (passes / 2)
     return float(max(device / cards, micro_batches * launches * LAUNCH_S))
 
@@ -248,6 +274,8 @@ DISTRIBUTIONS = 10
 """Elements per logit of a chunk while a divergence of two distributions is computed; its backward pass holds 7.5."""
 SAMPLING = 5
 """Float32 copies of the logits while a token is sampled on a GPU: scores, their exponentials and sums."""
+LEAST_AT_ONCE = 32
+"""Completions decoded at once, at least, where the number is `auto`: below, decoding takes many times as long."""
 MOMENTS_IN_8_BITS = 2 * (1 + FLOAT32 / 256)
 """Bytes per weight of Adam's two moments in 8 bits: one code each, and a float32 scale per 256 codes."""
 
@@ -264,7 +292,8 @@ def memory_estimate(
 
     Activations, log-prob chunk and key-value cache are those of rows of maximum length. The memory of the CUDA context
     and of torch itself is not included. The total adds trainer (`at_once`) and engine, which do not peak at the same
-    time, so it is an upper bound. The engine's weights are counted also where it uses the trainer's (`FrozenBase`).
+    time, so it is an upper bound. An engine that uses the trainer's frozen weights (`shares_base`) holds adapters, and
+    one dequantized layer if they are quantized.
 
     Args:
         config: config of the run. The `config.json` of its model, teacher and critic must be available.
@@ -336,6 +365,8 @@ def memory_estimate(
     }
     if config.kind == "rl" or (config.pretrain and config.pretrain.sample_every_steps):
         parts["engine weights"] = total * compute // rollout.tensor_parallel
+        if shares_base(config, shape, device, compute):
+            parts["engine weights"] = _own_bytes(config, shape, device, compute)
     if config.kind == "rl":
         parts["key-value cache"] = cached * 2 * layers * keys * compute // rollout.tensor_parallel
     pictures = min(tokens, config.data.max_prompt_tokens) if model.freeze_vision else tokens
@@ -356,6 +387,56 @@ def memory_estimate(
     return parts | {"total": at_once(parts)}
 
 
+def why_two_copies(config: RunConfig, shape: Any, device: str, compute: int) -> str | None:
+    """Return why an engine of the run's process has base weights of its own; None if it uses the trainer's.
+
+    Args:
+        config: config of a run, with or without the name of its engine.
+        shape: the model's transformers config.
+        device: `cpu` or `cuda`.
+        compute: bytes per element in the forward pass.
+    """
+    model, engine = config.model, chosen_class(config.rollout)
+    if model.lora is None:
+        return "all weights are trained"
+    if config.backend is not None or config.cluster is not None:
+        return "the trainer's are in other processes, or spread over ranks"
+    if not engine.shares_base:
+        return f"rollout.engine={config.rollout.engine} loads its own"
+    if reason := unsupported(shape):
+        return f"the model is trained with transformers ({reason})"
+    if model.compile:
+        return "model.compile compiles the layers for the places of their weights"
+    if device == "cpu" and compute < FLOAT32:
+        return "a CPU multiplies bfloat16 in a layout of its own"
+    return None
+
+
+def shares_base(config: RunConfig, shape: Any, device: str, compute: int) -> bool:
+    """Return True if the engine uses the trainer's frozen weights (`protocols.FrozenBase`); see `why_two_copies`."""
+    return why_two_copies(config, shape, device, compute) is None
+
+
+def _own_bytes(config: RunConfig, shape: Any, device: str, compute: int) -> int:
+    """Return the bytes of the weights that an engine has beside the trainer's frozen ones, as `engines.decoder`."""
+    model = config.model
+    assert model.lora is not None
+    hidden, query, keys, inner = widths(shape)
+    stacks = [(query + 2 * keys, hidden, 3), (hidden, query, 1), (2 * inner, hidden, 2), (hidden, inner, 1)]
+    layers, rank = layer_count(shape), model.lora.rank
+    if device == "cpu" and model.quantization is None:
+        adapters, scratch = adapter_parameters(shape, rank) * FLOAT32, 0
+    else:  # A and B of a stack's projections in common columns
+        columns = [lora_columns([rank] * parts) for _, _, parts in stacks]
+        sizes = list(zip(stacks, columns, strict=True))
+        adapters = layers * compute * sum((outputs + inputs) * own for (outputs, inputs, _), own in sizes)
+        scratch = compute * max(outputs * (inputs + own) for (outputs, inputs, _), own in sizes)
+        if device == "cpu" and model.quantization == "nf4":  # bitsandbytes writes a matrix of its own
+            scratch += compute * hidden * inner
+    tied_head = ends(shape) * compute if device == "cpu" and is_tied(shape) else 0
+    return adapters + tied_head + (scratch if model.quantization else 0)
+
+
 def sampling_bytes(config: RunConfig, vocab_size: int) -> int:
     """Return the bytes that one sampling step over all rows takes on a GPU, beside the key-value cache."""
     rollout = config.rollout
@@ -366,18 +447,98 @@ def sampling_bytes(config: RunConfig, vocab_size: int) -> int:
 def _weight_bytes(quantization: Quantization | None, compute: int) -> tuple[float, int]:
     """Return (stored, temporary) bytes per weight of a layer.
 
-    Temporary are two matrices side by side. Quantized weights are dequantized one matrix at a time, int8 by way of
-    float32.
+    Temporary are two matrices side by side. Quantized weights are dequantized one matrix at a time.
     """
-    if quantization is None:
-        return compute, 2 * compute
-    return QUANTIZED[quantization], compute + (FLOAT32 if quantization == "int8" and compute != FLOAT32 else 0)
+    return (compute, 2 * compute) if quantization is None else (QUANTIZED[quantization], compute)
 
 
 def at_once(parts: Mapping[str, int]) -> int:
     """Sum the parts that exist at the same time: the log-prob chunk and a layer's backward pass never do."""
     layer = parts.get("backward pass", 0) + parts.get("gathered layers", 0)
     return sum(size for name, size in parts.items() if name != BESIDE) - min(layer, parts.get("log-prob chunk", 0))
+
+
+GATHERED = ("gathered embedding", "gathered layers")
+"""Weights that a rank gathers from the shards of the others during a forward or backward pass."""
+UPDATE = (
+    "gradients", "fresh gradients", "activations", "critic activations", "log-prob chunk", "backward pass",
+    "distributions", *GATHERED,
+)  # fmt: skip
+TEMPORARY = {"key-value cache", *UPDATE}
+"""Parts of `memory_estimate` that are freed after their phase; all others are resident. The cache stays if the engine
+does not sleep during updates (`takes_turns`)."""
+PHASES: Mapping[str, tuple[str, ...]] = {
+    "rollout": ("key-value cache",),
+    "log-probs": ("log-prob chunk", *GATHERED),
+    "update": UPDATE,
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of a run, in bytes."""
+
+    resident: int
+    """Weights, optimizer state, and all else that is held in every phase."""
+    phases: Mapping[str, int]
+    """Peak of each phase, beside the resident memory."""
+    process: int
+    """Memory of Python and torch themselves; 0 on a GPU."""
+
+    @property
+    def largest(self) -> str:
+        """The phase with the highest peak."""
+        return max(self.phases, key=self.phases.__getitem__)
+
+    @property
+    def peak(self) -> int:
+        """Peak over all phases."""
+        return self.process + self.resident + self.phases[self.largest]
+
+
+def takes_turns(config: RunConfig, device: str) -> bool:
+    """Return True if the engine sleeps during updates: if it shares a GPU with the trainer and both do not work at the
+    same time."""
+    if config.cluster is not None:
+        return config.cluster.placement == "colocated"
+    return device != "cpu" and config.asynchronous is None
+
+
+def memory_by_phase(
+    config: RunConfig,
+    algorithm: Algorithm,
+    ranks: int = 1,
+    device: str | None = None,
+    compute: int | None = None,
+    shape_of: Callable[[str, bool], Any] = model_config_only,
+) -> Memory:
+    """Estimate the memory of a run by phase, for rows of maximum length, on rank 0; loads no weights.
+
+    Args:
+        config, algorithm, ranks, device, compute, shape_of: as for `memory_estimate`.
+
+    Raises:
+        ConfigError: the model is a fresh one, or its `config.json` is not available.
+    """
+    if config.gpt is not None:
+        raise ConfigError("no estimate from shapes for a fresh model (gpt); --probe measures it")
+    parts = memory_estimate(config, algorithm, ranks, device, compute, shape_of)
+    path = config.model.path
+    assert path is not None
+    text = text_config(shape_of(path, config.model.trust_remote_code))
+    phases = {name: at_once({part: parts.get(part, 0) for part in needs}) for name, needs in PHASES.items()}
+    on_gpu = device == "cuda" or (device is None and torch.cuda.is_available())
+    if on_gpu and config.kind == "rl":
+        phases["rollout"] += sampling_bytes(config, text.vocab_size)
+    # Without gradient one layer is held at a time.
+    phases["log-probs"] += parts["activations"] // text.num_hidden_layers
+    if config.kind == "rl" and not takes_turns(config, "cuda" if on_gpu else "cpu"):
+        engine = phases["rollout"]
+        phases = {name: size + engine * (name != "rollout") for name, size in phases.items()}
+    if config.kind != "rl":
+        phases = {"update": phases["update"]}
+    resident = sum(size for part, size in parts.items() if part not in {*TEMPORARY, BESIDE, "total"})
+    return Memory(resident, phases, 0 if on_gpu else process_memory("VmHWM"))
 
 
 def rank_choices(

@@ -104,8 +104,8 @@ class CompletionRun(OfflineRun):
         self.train = self._tokenized("train")
         check_held_out(config, self.train.problems, self.held_out.problems if self.held_out else [])
         check_images(config, self.images, self.algorithm, config.model.path)
-        self.config = with_steps(config, len(self.train.problems))
-        self.stream = PromptStream(self.train.problems, seed=config.seed, shuffle=config.data.shuffle)
+        self.config = with_steps(config, len(self.train.units))
+        self.stream = PromptStream(self.train.units, seed=config.seed, shuffle=config.data.shuffle)
 
     @abstractmethod
     def load(self, split: Split) -> LoadReport:
@@ -126,6 +126,7 @@ class CompletionRun(OfflineRun):
             read=self.reader.row if self.reader else None,
             stops=() if self.config.gpt is not None else self._stops(),
             train_on=self.config.sft.train_on if self.config.sft else "completions",
+            packing=self.config.sft.packing if self.config.sft else None,
         )
 
     def _image_reader(self) -> ImageReader | None:
@@ -149,7 +150,11 @@ class CompletionRun(OfflineRun):
         return [f"{len(self.train.problems)} {self.items} to train on, {held_out} held out", *pictures]
 
     def describe_batch(self) -> Sequence[str]:
-        rows, steps, items = self.config.items_per_step, self.config.train.steps, len(self.train.problems)
+        rows, steps, items = self.config.items_per_step, self.config.train.steps, len(self.train.units)
+        if self.train.units is not self.train.problems:
+            size = self.config.train.max_row_tokens
+            packed = f"{len(self.train.problems)} demonstrations are packed into {items} blocks of {size} tokens"
+            return [f"{packed}; a step: {rows} blocks; the run: {steps} steps = {steps * rows / items:.2f} passes"]
         return [
             f"a step: {rows} {self.items} in one optimizer step; the run: {steps} steps = "
             f"{steps * rows / items:.2f} passes over {items}"

@@ -18,92 +18,17 @@ from typing import Any, Literal
 import torch
 
 from atomrl.config import ConfigError, RunConfig, load_config, merge_trees, read_yaml
-from atomrl.models.loading import model_config_only
-from atomrl.models.memory import BESIDE, MOST_TOKENS, planning_shape, process_memory
-from atomrl.models.shapes import text_config
+from atomrl.models.gpt import FAMILIES
+from atomrl.models.memory import MOST_TOKENS, count_parameters, known_shapes, planning_shape
 from atomrl.protocols import Algorithm
 from atomrl.tracking.run_directory import is_begun
 from atomrl.trainer.base import PreparedRun, readable
 from atomrl.trainer.build import algorithm_of, chosen_class, device_name, with_settings
-from atomrl.trainer.memory import ERROR, USABLE, Gpu, at_once, memory_estimate, sampling_bytes, step_seconds
+from atomrl.trainer.memory import ERROR, LEAST_AT_ONCE, USABLE, Gpu, Memory, memory_by_phase, step_seconds
 from atomrl.trainer.probe import ProbeResult, device_memory, measure
 from atomrl.trainer.rl import RLRun
 
 log = logging.getLogger(__name__)
-
-# --------------------------------------------------------------------------------------------------------------------
-# Memory by phase, from shapes.
-
-GATHERED = ("gathered embedding", "gathered layers")
-"""Weights that a rank gathers from the shards of the others during a forward or backward pass."""
-UPDATE = (
-    "gradients", "fresh gradients", "activations", "critic activations", "log-prob chunk", "backward pass",
-    "distributions", *GATHERED,
-)  # fmt: skip
-TEMPORARY = {"key-value cache", *UPDATE}
-"""Parts of `memory_estimate` that are freed after their phase; all others are resident."""
-PHASES: Mapping[str, tuple[str, ...]] = {
-    "rollout": ("key-value cache",),
-    "log-probs": ("log-prob chunk", *GATHERED),
-    "update": UPDATE,
-}
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Memory of a run, in bytes."""
-
-    resident: int
-    """Weights, optimizer state, and all else that is held in every phase."""
-    phases: Mapping[str, int]
-    """Peak of each phase, beside the resident memory."""
-    process: int
-    """Memory of Python and torch themselves; 0 on a GPU."""
-
-    @property
-    def largest(self) -> str:
-        """The phase with the highest peak."""
-        return max(self.phases, key=self.phases.__getitem__)
-
-    @property
-    def peak(self) -> int:
-        """Peak over all phases: each phase frees its memory before the next begins."""
-        return self.process + self.resident + self.phases[self.largest]
-
-
-def memory_by_phase(
-    config: RunConfig,
-    algorithm: Algorithm,
-    ranks: int = 1,
-    device: str | None = None,
-    compute: int | None = None,
-    shape_of: Callable[[str, bool], Any] = model_config_only,
-) -> Memory:
-    """Estimate the memory of a run by phase, for rows of maximum length, on rank 0; loads no weights.
-
-    Args:
-        config, algorithm, ranks, device, compute, shape_of: as for `memory_estimate`.
-
-    Raises:
-        ConfigError: the model is a fresh one, or its `config.json` is not available.
-    """
-    if config.gpt is not None:
-        raise ConfigError("no estimate from shapes for a fresh model (gpt); --probe measures it")
-    parts = memory_estimate(config, algorithm, ranks, device, compute, shape_of)
-    path = config.model.path
-    assert path is not None
-    text = text_config(shape_of(path, config.model.trust_remote_code))
-    phases = {name: at_once({part: parts.get(part, 0) for part in needs}) for name, needs in PHASES.items()}
-    on_gpu = device == "cuda" or (device is None and torch.cuda.is_available())
-    if on_gpu and config.kind == "rl":
-        phases["rollout"] += sampling_bytes(config, text.vocab_size)
-    # Without gradient one layer is held at a time.
-    phases["log-probs"] += parts["activations"] // text.num_hidden_layers
-    if config.kind != "rl":
-        phases = {"update": phases["update"]}
-    resident = sum(size for part, size in parts.items() if part not in {*TEMPORARY, BESIDE, "total"})
-    return Memory(resident, phases, 0 if on_gpu else process_memory("VmHWM"))
-
 
 # --------------------------------------------------------------------------------------------------------------------
 # Time of a run, measured on a few small steps.
@@ -281,9 +206,8 @@ def budget_of(text: str | None) -> tuple[int, str]:
 LEAST_TOKENS = 2048
 """Below so many tokens in a micro-batch, recomputing layers (`gradient_checkpointing`) costs less than still smaller
 micro-batches: their matrix products are slower, and fewer rows share the prompt of their group."""
-MOST_AT_ONCE, LEAST_AT_ONCE = 512, 32
-"""Bounds on completions decoded at once. Below the lower one decoding takes many times as long; `atomrl plan CONFIG
---fit` names better ways to save memory."""
+MOST_AT_ONCE = 512
+"""Most completions decoded at once. The fewest are `LEAST_AT_ONCE`."""
 
 
 def autos(config: RunConfig) -> dict[str, str]:
@@ -664,6 +588,35 @@ def _fit_with(plan: Plan, required: Sequence[Trade], optional: Sequence[Trade]) 
         if smaller is not None and smaller.fits and smaller.step_seconds <= current.step_seconds:
             chosen, current = fewer, smaller
     return chosen, current
+
+
+def least(plan: Plan) -> tuple[list[Trade], Plan]:
+    """Return the changes that bring a run's memory to its minimum, and its plan."""
+    chosen: list[Trade] = []
+    current = plan
+    for trade in trades(plan.chosen, plan.gpus):
+        smaller = changed(plan, [*chosen, trade])
+        if smaller is not None and smaller.memory.peak < current.memory.peak:
+            chosen, current = [*chosen, trade], smaller
+    return chosen, current
+
+
+def largest_that_fits(plan: Plan, changes: Sequence[Trade]) -> tuple[str, Plan] | None:
+    """Return the largest well-known model that fits with some changes, with its plan: of the same family, else of any
+    other; None if none fits."""
+    path = plan.config.model.path
+    assert path is not None
+    shape = planning_shape(path, plan.config.model.trust_remote_code)
+    size = count_parameters(shape)
+    sizes = {name: count_parameters(other) for name, other in known_shapes().items() if other.model_type in FAMILIES}
+    ordered = sorted((name for name, count in sizes.items() if count < size), key=lambda name: -sizes[name])
+    for of_family in (True, False):
+        for name in ordered:
+            if (known_shapes()[name].model_type == shape.model_type) is of_family:
+                renamed = changed(plan, [*changes, Trade({"model": {"path": name}}, "a smaller model", "task")])
+                if renamed is not None and renamed.fits:
+                    return name, renamed
+    return None
 
 
 def merged(chosen: Sequence[Trade]) -> dict[str, Any]:

@@ -24,9 +24,8 @@ from atomrl.common.processes import phase as name_phase
 from atomrl.data.rows import by_group
 from atomrl.models.memory import memory_metrics
 from atomrl.rewards.answers import answers_equal, normalise_text, parse_number
-from atomrl.rewards.compute import failure_counts, first_values
+from atomrl.rewards.compute import failure_counts
 from atomrl.rewards.format import extract_answer, marked_answer
-from atomrl.rewards.table import says_right
 from atomrl.types import Ended, Trajectory
 
 ANSWER = re.compile(r"</answer>|\\boxed\{[^{}]{0,200}+\}|####\s{0,9}+\S{1,99}+\s")
@@ -69,7 +68,7 @@ class Stopwatch:
 
 
 def rollout_metrics(
-    trajectories: Sequence[Trajectory], batch: AdvantageBatch, stops: Collection[int] = ()
+    trajectories: Sequence[Trajectory], batch: AdvantageBatch, stops: Collection[int] = (), says_right: bool = True
 ) -> dict[str, float]:
     """Compute metrics of rewards, groups and lengths of a step's rollouts, and of the advantages that are trained on.
 
@@ -77,13 +76,14 @@ def rollout_metrics(
         trajectories: all of the step, including groups that the algorithm filtered out.
         batch: the rows that are trained on.
         stops: ids of the tokens that end a completion.
+        says_right: the first reward grades answers as right or wrong (`Rewards.says_right`).
     """
     sampled = list(by_group(trajectories).values())
     groups = [
         rewards for group in sampled if (rewards := [t.total_reward for t in group if t.total_reward is not None])
     ]
     scores = [reward for group in groups for reward in group]
-    metrics = mean_max_min("critic/score", scores) | _part_metrics(trajectories)
+    metrics = mean_max_min("critic/score", scores) | _part_metrics(trajectories, says_right)
     if any(len(group) > 1 for group in groups):
         equal = [group[0] for group in groups if min(group) == max(group)]
         metrics["by_group/frac_mixed"] = 1 - len(equal) / len(groups)
@@ -108,22 +108,17 @@ def rollout_metrics(
     return metrics
 
 
-def _part_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Compute the mean of each part of the reward, and `train/accuracy`.
-
-    Accuracy is the share of values of the first part that are 1.0 or more. It is left out if those values do not grade
-    answers as right or wrong (`rewards.table.says_right`).
-    """
+def _part_metrics(trajectories: Sequence[Trajectory], says_right: bool) -> dict[str, float]:
+    """Compute the mean of each part of the reward, and `train/accuracy`: the share of values of the first part that are
+    1.0 or more, if these grade answers as right or wrong."""
     parts: dict[str, list[float]] = defaultdict(list)
     for item in trajectories:
         for name, value in item.reward_parts.items():
             parts[name] += [] if value is None else [value]
     metrics = {f"reward/{name}/mean": sum(numbers) / len(numbers) for name, numbers in parts.items() if numbers}
-    first = first_values(trajectories)
-    values = [value for numbers in first.values() for value in numbers]
-    if not values or not says_right(first):
-        return metrics
-    return metrics | {"train/accuracy": sum(value >= 1.0 for value in values) / len(values)}
+    if says_right and (first := next(iter(parts.values()), [])):
+        metrics["train/accuracy"] = sum(value >= 1.0 for value in first) / len(first)
+    return metrics
 
 
 def critic_metrics(batch: AdvantageBatch) -> dict[str, float]:

@@ -28,10 +28,9 @@ from atomrl.data.stored import read_lengths, write_lengths
 from atomrl.models.loading import compute_dtype, model_config_only, resolve_folder
 from atomrl.models.memory import count_parameters
 from atomrl.objectives.base import not_none
-from atomrl.protocols import Algorithm, FrozenBase, RewardFunction, RolloutEngine, TrainingBackend, WeightTransfer
-from atomrl.rewards.compute import build_rewards, first_values, move_models
+from atomrl.protocols import Algorithm, RewardFunction, RolloutEngine, TrainingBackend, WeightTransfer
+from atomrl.rewards.compute import build_rewards, move_models
 from atomrl.rewards.errors import RewardError
-from atomrl.rewards.table import says_right
 from atomrl.tracking.checkpoints import tokenizer_identity
 from atomrl.tracking.recorder import Recorder
 from atomrl.trainer import build
@@ -53,9 +52,10 @@ from atomrl.trainer.checks import (
     with_tools,
 )
 from atomrl.trainer.cluster import open_cluster
-from atomrl.trainer.engine_choice import takes_turns, with_engine, with_share
+from atomrl.trainer.engine_choice import with_engine, with_share
 from atomrl.trainer.evaluate import evaluate
 from atomrl.trainer.loop import MAX_IDLE_STEPS, Progress, stop_request
+from atomrl.trainer.memory import takes_turns, why_two_copies
 from atomrl.trainer.own_functions import check_own_functions, function_sources
 from atomrl.trainer.pool_codec import problem_json
 from atomrl.trainer.pool_source import PoolSource, PublishedWeights, WeightFollower
@@ -86,6 +86,8 @@ class RolloutTraining:
     """The engine, if it shares a GPU with the trainer: it sleeps during updates to free memory."""
     totals: Callable[[], dict[str, float]] = dict
     """Called after rewards were computed; returns the run's totals (requests, cost) as metrics."""
+    says_right: bool = True
+    """Whether the first reward grades answers as right or wrong (`Rewards.says_right`)."""
     accepted: Groups = field(default_factory=list)
     refused: Groups = field(default_factory=list)
 
@@ -151,10 +153,7 @@ class RolloutTraining:
             self.record.log_tokens(step, recorded, tokens.state)
         stops = {*stop_tokens(self.processor.tokenizer), *self.config.rollout.stop_token_ids}
         with single_thread():
-            metrics = rollout_metrics(drawn, batch, stops)
-        self.progress.graded |= not says_right(first_values(drawn))
-        if self.progress.graded:
-            metrics.pop("train/accuracy", None)
+            metrics = rollout_metrics(drawn, batch, stops, self.says_right)
         if self.algorithm.keeps_group:
             groups = len(self.accepted) + len(self.refused)
             metrics["rollout/groups_drawn"] = float(groups)
@@ -308,11 +307,18 @@ class RLRun(PreparedRun):
                 lines.append(f"rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g} ({share})")
             for line in lines:
                 self._note(line)
-            base = self.trainer.frozen_base()
+            device = build.device_name(config.model.device).partition(":")[0]
+            shape = model_config_only(self.path, config.model.trust_remote_code)
+            compute = compute_dtype(config.model.dtype, device).itemsize
+            reason = why_two_copies(config, shape, device, compute)
+            base = self.trainer.frozen_base() if reason is None else None
             engine = build.build_engine(engine_config, self.path, self.tokenizer, self.cluster, base, self.image_reader)
             stack.callback(engine.close)
-            if config.model.lora is not None:
-                self._note(base_line(config, self.path, base))
+            if base is not None:
+                self._note(f"the engine uses the trainer's base weights: {base.bytes / 2**30:.2f} GiB are held once")
+            elif config.model.lora is not None:
+                size = f"{count_parameters(shape) * compute / 2**30:.2f} GiB in the engine"
+                self._note(f"trainer and engine each hold the base weights, {size}: {reason}")
         self.engine = engine
         # The source of the step's groups, and the way of new weights to the engine.
         source: GroupSource
@@ -352,8 +358,9 @@ class RLRun(PreparedRun):
             record=self.record,
             config=config,
             progress=progress,
-            sleeper=engine if takes_turns(config) else None,
+            sleeper=engine if takes_turns(config, build.device_name(config.model.device)) else None,
             totals=self.save_totals,
+            says_right=self.rewards.says_right,
         )
 
     def _note(self, line: str) -> None:
@@ -408,12 +415,11 @@ class RLRun(PreparedRun):
             with self.source.quiet():
                 result = evaluate(
                     not_none(self.engine), self.held_out, self.processor, self.rewards,
-                    build.eval_sampling(self.config), graded=self.progress.graded,
+                    build.eval_sampling(self.config), says_right=self.rewards.says_right,
                 )  # fmt: skip
         finally:
             self.save_totals()
         overall = result.overall
-        self.progress.graded |= math.isnan(overall["accuracy"].mean) and not math.isnan(overall["reward"].mean)
         names = ("accuracy", "reward", "format", "reasoning_tokens")
         known = {name: value for name in names if not math.isnan(value := overall[name].mean)}
         return Evaluation(result.metrics(), known, result.rows)
@@ -428,18 +434,6 @@ def describe_problems(name: str, problems: Sequence[Problem], prompt_tokens: Seq
         *(f"       {line}" for line in repetitions(problems)),
         f"       prompt tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
     ]
-
-
-def base_line(config: RunConfig, path: str, base: FrozenBase | None) -> str:
-    """Describe whether the engine uses the trainer's base weights below the adapters, or has a copy, and why."""
-    if base is not None and base.bytes:
-        return f"the engine uses the trainer's base weights: {base.bytes / 2**30:.2f} GiB are held once"
-    compute = compute_dtype(config.model.dtype, build.device_name(config.model.device)).itemsize
-    size = count_parameters(model_config_only(path, config.model.trust_remote_code)) * compute / 2**30
-    reason = f"rollout.engine={config.rollout.engine} loads its own"
-    if base is None:
-        reason = "the trainer's are in other processes, compiled, or those of a transformers model"
-    return f"trainer and engine each hold the base weights, {size:.2f} GiB in the engine: {reason}"
 
 
 def batch_lines(config: RunConfig, problems: int) -> list[str]:

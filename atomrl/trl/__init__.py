@@ -7,7 +7,7 @@
                           train_dataset=dataset)
     trainer.train()
 
-Trainers with their configs: SFT, GRPO, RLOO, DPO, KTO, ORPO, CPO, OnlineDPO and Reward. `GRPOArgs` are GRPO's arguments
+Trainers with their configs: SFT, GRPO, RLOO, DPO, KTO, ORPO, CPO, OnlineDPO, PPO, GKD, Distillation and Reward. `GRPOArgs` are GRPO's arguments
 with AtomRL's names. `docs/start/migrating.md` has what differs, `docs/reference/python_api.md` the arguments, the files
 of a run, and the whole algorithm written with the five functions.
 """
@@ -19,11 +19,14 @@ from atomrl.trl.callbacks import LogCompletionsCallback, RichProgressCallback
 from atomrl.trl.configs import (
     VERSION,
     CPOConfig,
+    DistillationConfig,
     DPOConfig,
+    GKDConfig,
     GRPOConfig,
     KTOConfig,
     OnlineDPOConfig,
     ORPOConfig,
+    PPOConfig,
     RewardConfig,
     RLOOConfig,
     SFTConfig,
@@ -61,11 +64,14 @@ from atomrl.trl.scripts import (
 )
 from atomrl.trl.trainer import (
     CPOTrainer,
+    DistillationTrainer,
     DPOTrainer,
+    GKDTrainer,
     GRPOTrainer,
     KTOTrainer,
     OnlineDPOTrainer,
     ORPOTrainer,
+    PPOTrainer,
     RewardTrainer,
     RLOOTrainer,
     SFTTrainer,
@@ -73,10 +79,7 @@ from atomrl.trl.trainer import (
 
 __version__ = f"{VERSION}.0"
 INSTEAD = {
-    "PPO": "PPO: a config with `algorithm: {name: ppo}` (docs/reference/algorithms/ppo.md)",
-    "GKD": "GKD on the model's own samples: a config with `algorithm: {name: gkd}` (docs/reference/algorithms/gkd.md)",
     "BCO": "BCO: KTOTrainer with loss_type='bco'",
-    "Distillation": "distillation: a config with `algorithm: {name: on_policy_distillation}`",
     "AsyncGRPO": "GRPO in a separate process: a config with the section `asynchronous`",
     "DataCollatorForCompletionOnlyLM": "prompt and completion in columns of their own (completion_only_loss)",
     "ConstantLengthDataset": "SFTTrainer with packing=True",

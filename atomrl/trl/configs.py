@@ -37,6 +37,11 @@ RENAMED = {
     "dataset_batch_size": "dataset_num_proc",
 }
 """Name of an argument in older versions of TRL or transformers -> its name today."""
+OF_SCRIPT = frozenset({
+    "reward_model_path", "sft_model_path", "missing_eos_penalty", "teacher_model_name_or_path",
+    "teacher_model_init_kwargs", "dataset_text_field",
+})  # fmt: skip
+"""Arguments that the script or its trainer reads, and no config has."""
 OF_TRAINER = frozenset({"processing_class", "model", "reward_funcs", "train_dataset", "eval_dataset", "peft_config"})
 
 _NUMBERS, _NAMES, _DICT = "list[float] | None", "list[str] | None", "dict | str | None"
@@ -54,9 +59,18 @@ _REFERENCE = {
     "sync_ref_model": ("bool", False), "ref_model_mixup_alpha": ("float", 0.6), "ref_model_sync_steps": ("int", 512),
 }  # fmt: skip
 _DISABLED = {"disable_dropout": ("bool", True)}
+_TEACHER = {"teacher_model_name_or_path": ("str | None", None), "teacher_model_init_kwargs": (_DICT, None)}
 _PREFERENCE = {
-    **_OFFLINE, **_DISABLED, "beta": ("float", 0.1), "max_completion_length": ("int | None", None),
+    **_OFFLINE, **_DISABLED, "beta": ("float", 0.1),
     "precompute_ref_log_probs": ("bool", False), "precompute_ref_batch_size": ("int | None", None),
+}  # fmt: skip
+_VLLM = {
+    "use_vllm": ("bool", False), "vllm_mode": ("str", "colocate"),
+    "vllm_model_impl": ("str", "vllm"), "vllm_enable_sleep_mode": ("bool", False),
+    "vllm_structured_outputs_regex": ("str | None", None), "vllm_server_base_url": ("str | None", None),
+    "vllm_server_host": ("str", "0.0.0.0"), "vllm_server_port": ("int", 8000), "vllm_group_port": ("int", 51216),
+    "vllm_server_timeout": ("float", 240.0), "vllm_gpu_memory_utilization": ("float", 0.3),
+    "vllm_max_model_length": ("int | None", None), "vllm_tensor_parallel_size": ("int", 1),
 }  # fmt: skip
 _SAMPLED = {
     "disable_dropout": ("bool", False), "remove_unused_columns": ("bool | None", False),
@@ -66,12 +80,7 @@ _SAMPLED = {
     "steps_per_generation": ("int | None", None), "temperature": ("float", 1.0), "top_p": ("float", 1.0),
     "top_k": ("int", 0), "min_p": ("float | None", None), "generation_kwargs": (_DICT, None),
     "chat_template_kwargs": (_DICT, None), "repetition_penalty": ("float", 1.0),
-    "cache_implementation": ("str | None", None), "use_vllm": ("bool", False), "vllm_mode": ("str", "colocate"),
-    "vllm_model_impl": ("str", "vllm"), "vllm_enable_sleep_mode": ("bool", False),
-    "vllm_structured_outputs_regex": ("str | None", None), "vllm_server_base_url": ("str | None", None),
-    "vllm_server_host": ("str", "0.0.0.0"), "vllm_server_port": ("int", 8000), "vllm_group_port": ("int", 51216),
-    "vllm_server_timeout": ("float", 240.0), "vllm_gpu_memory_utilization": ("float", 0.3),
-    "vllm_max_model_length": ("int | None", None), "vllm_tensor_parallel_size": ("int", 1),
+    "cache_implementation": ("str | None", None), **_VLLM,
     "beta": ("float", 0.0), "num_iterations": ("int", 1), "epsilon": ("float", 0.2),
     "epsilon_high": ("float | None", None), "reward_weights": (_NUMBERS, None),
     "mask_truncated_completions": ("bool", False), "log_completions": ("bool", False), "log_multimodal": ("bool", True),
@@ -124,15 +133,41 @@ OWN: Mapping[str, Mapping[str, tuple[str, Any]]] = {
     },
     "orpo": {
         **_PREFERENCE, "padding_value": ("int | None", None), "generate_during_eval": ("bool", False),
-        "is_encoder_decoder": ("bool | None", None),
+        "is_encoder_decoder": ("bool | None", None), "max_completion_length": ("int | None", None),
     },
     "cpo": {
         **_PREFERENCE, "padding_value": ("int | None", None), "generate_during_eval": ("bool", False),
-        "is_encoder_decoder": ("bool | None", None),
+        "is_encoder_decoder": ("bool | None", None), "max_completion_length": ("int | None", None),
         "label_smoothing": ("float", 0.0), "loss_type": ("str", "sigmoid"), "cpo_alpha": ("float", 1.0),
         "simpo_gamma": ("float", 0.5), "alpha": ("float", 0.0),
     },
     "reward": {**_OFFLINE, **_DISABLED, "center_rewards_coefficient": ("float | None", None)},
+    "ppo": {
+        **_DISABLED, "dataset_num_proc": ("int | None", None), "num_mini_batches": ("int", 1),
+        "total_episodes": ("int | None", None), "local_rollout_forward_batch_size": ("int", 64),
+        "num_sample_generations": ("int", 10), "response_length": ("int", 53), "stop_token": ("str | None", None),
+        "stop_token_id": ("int | None", None), "temperature": ("float", 0.7),
+        "missing_eos_penalty": ("float | None", None), "sft_model_path": ("str", "EleutherAI/pythia-160m"),
+        "reward_model_path": ("str", "EleutherAI/pythia-160m"), "num_ppo_epochs": ("int", 4),
+        "whiten_rewards": ("bool", False), "kl_coef": ("float", 0.05), "kl_estimator": ("str", "k1"),
+        "cliprange": ("float", 0.2), "vf_coef": ("float", 0.1), "cliprange_value": ("float", 0.2),
+        "gamma": ("float", 1.0), "lam": ("float", 0.95), "ds3_gather_for_generation": ("bool", True),
+        **dict.fromkeys(("num_total_batches", "micro_batch_size", "local_batch_size", "batch_size",
+                         "local_mini_batch_size", "mini_batch_size"), ("int | None", None)),
+        "model_adapter_name": ("str | None", None), "ref_adapter_name": ("str | None", None),
+    },
+    "gkd": {
+        **_OFFLINE, **_DISABLED, **_TEACHER, "temperature": ("float", 0.9), "lmbda": ("float", 0.5),
+        "beta": ("float", 0.5), "max_new_tokens": ("int", 128), "seq_kd": ("bool", False),
+        "dataset_text_field": ("str", "text"), "dataset_kwargs": (_DICT, None),
+    },
+    "distillation": {
+        **_DISABLED, **_TEACHER, "teacher_model_revision": ("str | None", None), "temperature": ("float", 1.0),
+        "beta": ("float", 1.0), "max_completion_length": ("int", 512), "num_generations": ("int", 1),
+        "generation_batch_size": ("int | None", None), "top_p": ("float", 0.95), "top_k": ("int", 0), **_VLLM,
+        "vllm_sync_frequency": ("int", 1), "log_completions": ("bool", False), "log_completions_steps": ("int", 100),
+        "num_completions_to_print": ("int | None", None),
+    },
 }  # fmt: skip
 """Kind of trainer -> fields of its config that `TrainingArguments` lacks or has with another default: type, default."""
 
@@ -273,6 +308,9 @@ class TRLConfig(TrainingArguments, metaclass=_ConfigType):
             if name in OF_TRAINER:
                 raise ConfigError(f"{called} has no argument {name!r}: it is an argument of the trainer")
             raise ConfigError(f"{called} has no argument {name!r}; {did_you_mean(name, sorted(known))}")
+        for name in values.keys() - t.read_keys - OF_SCRIPT:
+            if name not in WITHOUT_MEANING:
+                raise t.refuse(name, values[name], "it has no counterpart")
         # Drop what the trainer's own arguments set, and follow this machine where the script does not choose.
         tree = {key: value for key, value in t.tree.items() if key not in ("run_name", "reward")}
         tree["data"] = {key: value for key, value in tree["data"].items() if key not in ("train", "answer_field")}
@@ -389,10 +427,14 @@ KTOConfig = _config_class("KTOConfig", "kto")
 ORPOConfig = _config_class("ORPOConfig", "orpo")
 CPOConfig = _config_class("CPOConfig", "cpo")
 RewardConfig = _config_class("RewardConfig", "reward")
+PPOConfig = _config_class("PPOConfig", "ppo")
+GKDConfig = _config_class("GKDConfig", "gkd")
+DistillationConfig = _config_class("DistillationConfig", "distillation")
 CONFIGS: Mapping[str, type[TRLConfig]] = {
     kind.kind: kind
     for kind in (
-        GRPOConfig, RLOOConfig, OnlineDPOConfig, SFTConfig, DPOConfig, KTOConfig, ORPOConfig, CPOConfig, RewardConfig
+        GRPOConfig, RLOOConfig, OnlineDPOConfig, SFTConfig, DPOConfig, KTOConfig, ORPOConfig, CPOConfig, RewardConfig,
+        PPOConfig, GKDConfig, DistillationConfig,
     )
 }  # fmt: skip
 """Kind of trainer -> its config."""

@@ -145,6 +145,40 @@ def plain_rows(dataset: Any, name: str) -> DatasetRows:
     return rows
 
 
+def prompts_of_tokens(rows: DatasetRows, tokenizer: Any) -> DatasetRows:
+    """Return rows with the text of their `input_ids` as `prompt`; rows with a `prompt` unchanged.
+
+    Raises:
+        DataError: tokens do not come from their text.
+    """
+    if "input_ids" not in rows[0]:
+        return rows
+    texts = tokenizer.batch_decode([row["input_ids"] for row in rows], skip_special_tokens=False)
+    plain = tokenizer.batch_decode([row["input_ids"] for row in rows], skip_special_tokens=True)
+    made = []
+    for place, (row, *both) in enumerate(zip(rows, plain, texts, strict=True)):
+        ids = list(row["input_ids"])
+        # a text begins with the tokens that the tokenizer adds, which are special
+        text = next((one for one in both if tokenizer(one)["input_ids"] == ids), None)
+        if text is None:
+            raise DataError(f"train_dataset[{place}]: input_ids are not the tokens of a text: {both[1]!r}")
+        made.append({**{key: row[key] for key in row if key not in ("input_ids", "attention_mask")}, "prompt": text})
+    return made
+
+
+def prompts_of_messages(rows: DatasetRows) -> DatasetRows:
+    """Return rows with the beginning of their `messages`, without the last, as `prompt`.
+
+    Raises:
+        ConfigError: they have neither.
+    """
+    if "prompt" in rows[0]:
+        return [{key: row[key] for key in row if key != "messages"} for row in rows]
+    if "messages" not in rows[0]:
+        raise ConfigError(f"train_dataset: rows need messages or a prompt, not {', '.join(rows[0])}")
+    return [{"prompt": row["messages"][:-1]} for row in rows]
+
+
 def _raw_rows(dataset: Any, name: str) -> list[RawRow]:
     if isinstance(dataset, str | Path):
         if is_generator(str(dataset)):
@@ -199,7 +233,7 @@ def reward_items(
     items = [{"function": n, "weight": w} for n, w in zip(names, weights or [1.0] * len(names), strict=True)]
     for place, item in enumerate(items):
         if place in models:
-            item["args"] = {"path": models[place]}
+            item["args"] = {"path": models[place], "chat_template": "messages_only"}
         elif messages and (item["function"] in local or item["function"] not in REWARDS):
             item["completions"] = "messages"
     return items, local

@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.config import ConfigError
-from atomrl.models.loading import adapted_path, resolve_folder
+from atomrl.models.loading import adapted_path, load_tokenizer, model_config_only, resolve_folder
+from atomrl.models.shapes import text_config
 from atomrl.trl.inputs import lora_section
 
 ADAPTERS = "adapter_model.safetensors"
 
 
-def quantization_of(settings: Any) -> str | None:
+def quantization_of(settings: Any, notes: list[str]) -> str | None:
     """Return `model.quantization` for a `BitsAndBytesConfig`, or for its fields.
+
+    Args:
+        notes: gets a line if the bits have another meaning here.
 
     Raises:
         ConfigError: it is another kind of quantization.
@@ -26,8 +30,10 @@ def quantization_of(settings: Any) -> str | None:
         return settings.get(name) if isinstance(settings, Mapping) else getattr(settings, name, None)
 
     if get("load_in_4bit"):
-        if (kind := get("bnb_4bit_quant_type")) not in (None, "nf4", "fp4"):
+        if (kind := get("bnb_4bit_quant_type") or "fp4") not in ("nf4", "fp4"):
             raise ConfigError(f"quantization_config: bnb_4bit_quant_type={kind!r} is not known; 4 bits are nf4 here")
+        if kind == "fp4":  # the default of transformers
+            notes.append("differs from TRL: bnb_4bit_quant_type: TRL fp4; here nf4")
         return "nf4"
     if get("load_in_8bit"):
         return "int8"
@@ -37,12 +43,27 @@ def quantization_of(settings: Any) -> str | None:
     )
 
 
+def without_new_pad(tokenizer: Any, embeddings: int) -> Any:
+    """Return a tokenizer without the pad token that a script has added to it, if the model has no embedding for it;
+    None if there is no such token. Rows are not padded with it here.
+    """
+    extra = len(tokenizer) - embeddings
+    if extra != 1 or tokenizer.pad_token_id != embeddings or not tokenizer.name_or_path:
+        return None
+    plain = load_tokenizer(tokenizer.name_or_path)
+    if len(plain) > embeddings:
+        return None
+    plain.chat_template, plain.eos_token = tokenizer.chat_template, tokenizer.eos_token
+    return plain
+
+
 class GivenModel:
     """A model that a script gives to a trainer: a name, a transformers model, or a `PeftModel`.
 
     Attributes:
         lora: the section `model.lora` of a `PeftModel`, or None.
         quantization: `model.quantization` of a quantised model, or None.
+        notes: differences from what was given.
 
     Raises:
         ConfigError: it is none of these, or has adapters that no config can express.
@@ -50,6 +71,7 @@ class GivenModel:
 
     def __init__(self, model: Any) -> None:
         self.model, self.lora, self.quantization = model, None, None
+        self.notes: list[str] = []
         self.adapted = False
         if isinstance(model, str | Path):
             return
@@ -71,7 +93,7 @@ class GivenModel:
                 self.lora["target_modules"] = there
         settings = getattr(self.base.config, "quantization_config", None)
         if getattr(self.base, "is_quantized", False) or settings is not None:
-            self.quantization = quantization_of(settings)
+            self.quantization = quantization_of(settings, self.notes)
 
     @property
     def base(self) -> Any:
@@ -82,6 +104,18 @@ class GivenModel:
     def is_name(self) -> bool:
         """True if the model is a name or a folder."""
         return isinstance(self.model, str | Path)
+
+    @property
+    def embeddings(self) -> int:
+        """Number of token embeddings."""
+        if self.is_name:
+            return int(text_config(model_config_only(self.model)).vocab_size)
+        return int(self.base.get_input_embeddings().num_embeddings)
+
+    @property
+    def is_partly_frozen(self) -> bool:
+        """True if a part of the weights is not trained."""
+        return not self.is_name and len({one.requires_grad for one in self.model.parameters()}) > 1
 
     def write(self, folder: Path) -> tuple[str, str | None]:
         """Save the weights where a run reads them.

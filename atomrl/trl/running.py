@@ -14,6 +14,10 @@ from atomrl.data.files import DataError
 from atomrl.rewards.errors import RewardError
 
 
+RUN_CELLS = ("capture", "time")
+"""Magics of cells that are Python code."""
+
+
 def notebook_code(path: Path) -> tuple[str, list[str]]:
     """Join the code cells of a notebook; lines for the shell and for IPython become comments.
 
@@ -27,24 +31,59 @@ def notebook_code(path: Path) -> tuple[str, list[str]]:
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     except (ValueError, KeyError, TypeError):
         raise ConfigError(f"{path} is not a notebook") from None
-    lines, left_out = list[str](), list[str]()
+    codes, left_out = list[str](), list[str]()
     for cell in cells:
-        if cell.get("cell_type") != "code":
-            continue
-        source = cell["source"] if isinstance(cell["source"], str) else "".join(cell["source"])
-        if source.lstrip().startswith("%%"):
-            left_out.append(source.lstrip().splitlines()[0] + " (its cell)")
-            continue
-        continues = False
-        for line in source.splitlines():
-            words = line.lstrip()
-            if continues or words.startswith(("!", "%")):
-                left_out.append(words)
-                lines.append("" if continues else line[: len(line) - len(words)] + "pass")
-                continues = line.rstrip().endswith("\\")
-            else:
-                lines.append(line)
-    return "\n".join(lines) + "\n", left_out
+        if cell.get("cell_type") == "code":
+            codes.append(
+                _cell_code(cell["source"] if isinstance(cell["source"], str) else "".join(cell["source"]), left_out)
+            )
+    return "\n".join(codes) + "\n", left_out
+
+
+def _cell_code(source: str, left_out: list[str]) -> str:
+    """Return the Python code of a cell; other lines are added to `left_out`."""
+    if source.lstrip().startswith("%%"):
+        magic, _, rest = source.lstrip().partition("\n")
+        if not magic[2:].startswith(RUN_CELLS):
+            left_out.append(f"{magic} (its cell)")
+            return ""
+        source = rest
+    lines, continues = list[str](), False
+    for line in source.splitlines():
+        words = line.lstrip()
+        if continues or words.startswith(("!", "%")):
+            left_out.append(words)
+            lines.append("" if continues else line[: len(line) - len(words)] + "pass")
+            continues = line.rstrip().endswith("\\")
+        else:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+class _Shell:
+    """The object of `get_ipython()`, for notebooks that were exported as scripts."""
+
+    def __init__(self, script: Path) -> None:
+        self._script = script
+
+    def system(self, command: str) -> list[str]:
+        """Leave a command for the shell out."""
+        print(f"{self._script}: left out: !{command}", file=sys.stderr)
+        return []
+
+    getoutput = system
+
+    def run_line_magic(self, name: str, line: str = "", *_: Any) -> None:
+        """Leave a magic out."""
+        print(f"{self._script}: left out: %{name.lstrip('%')} {line}", file=sys.stderr)
+
+    def run_cell_magic(self, name: str, line: str, cell: str) -> None:
+        """Run the code of a cell; leave out one for another program."""
+        left_out: list[str] = []
+        code = _cell_code(f"%%{name} {line}\n{cell}", left_out)
+        for each in left_out:
+            print(f"{self._script}: left out: {each}", file=sys.stderr)
+        exec(compile(code, str(self._script), "exec"), vars(sys.modules["__main__"]))
 
 
 def run_script(script: Path, arguments: Sequence[str], dry_run: bool = False, config_out: Path | None = None) -> int:
@@ -79,7 +118,8 @@ def run_script(script: Path, arguments: Sequence[str], dry_run: bool = False, co
     before = sys.argv, sys.path[:]
     sys.argv, sys.path[:] = [str(script), *arguments], [str(script.resolve().parent), *sys.path]
     try:
-        runpy.run_path(str(path), run_name="__main__")
+        shell = _Shell(script)
+        runpy.run_path(str(path), {"get_ipython": lambda: shell}, run_name="__main__")
     except SystemExit as ended:
         if plans:
             return 0

@@ -31,12 +31,18 @@ from atomrl.trl.inputs import (
     is_reward_model,
     lora_section,
     plain_rows,
+    prompts_of_messages,
+    prompts_of_tokens,
     reward_items,
     sft_rows,
 )
-from atomrl.trl.objects import GivenModel, load_trained, quantization_of
+from atomrl.trl.objects import GivenModel, load_trained, quantization_of, without_new_pad
 
 INPUTS = "inputs"
+OWN_TOKENIZER = object()
+"""For `reward_processing_classes`: the policy's."""
+UNTRAINED = "length_penalty"
+"""Reward of trainers that train on none; it is logged."""
 INTERNALS = frozenset({
     "compute_rewards", "generate", "score", "dpo_loss", "concatenated_forward", "concatenated_inputs", "tokenize_row",
     "get_batch_logps", "get_batch_loss_metrics", "process_row",
@@ -52,13 +58,12 @@ REFUSED = {
     "model_init": "give model",
     "judge": "completions are ranked by reward_funcs",
     "reward_model": "give it as reward_funcs",
-    "value_model": "a critic is the section `critic` of a config",
-    "teacher_model": "a teacher is the section `teacher` of a config (docs/reference/algorithms/gkd.md)",
+    "value_model": "PPOTrainer has a critic",
+    "teacher_model": "GKDTrainer and DistillationTrainer have a teacher",
 }
 """Arguments of TRL's trainers that change training and have no counterpart -> what to use."""
 IDLE = frozenset({
-    "compute_metrics", "preprocess_logits_for_metrics", "reward_processing_classes", "reward_processing_class",
-    "ref_model_init_kwargs", "model_adapter_name", "ref_adapter_name", "force_use_ref_model", "infinite",
+    "compute_metrics", "preprocess_logits_for_metrics", "ref_model_init_kwargs", "model_adapter_name", "ref_adapter_name", "force_use_ref_model", "infinite",
 })  # fmt: skip
 """Arguments of TRL's trainers that do not change what is trained."""
 
@@ -165,6 +170,7 @@ class Trainer:
         if isinstance(self.args, TRLConfig):
             self.args.check(batches=True)
         self._given = GivenModel(model)
+        self._notes += self._given.notes
         if self._given.is_name:
             resolve_folder(model, weights=False)  # report a wrong name now
         elif tokenizer is None:
@@ -174,6 +180,9 @@ class Trainer:
         self._initial_tokenizer = tokenizer
         source = tokenizer or model
         self.tokenizer = load_tokenizer(source) if isinstance(source, str | Path) else source
+        if (without := without_new_pad(self.tokenizer, self._given.embeddings)) is not None:
+            self._notes.append(f"pad_token {self.tokenizer.pad_token!r}: left out, as the model has no embedding for it")
+            self.tokenizer = self._initial_tokenizer = without
         self._model: Any = None if self._given.is_name else model
         self._callbacks, self._events = split_callbacks(callbacks or ())
         self._peft_config = peft_config
@@ -186,6 +195,8 @@ class Trainer:
         self._quantization = self._given.quantization or self._named_quantization
         if self._quantization and self._lora is None:
             raise ConfigError("quantised weights are not trained: add adapters (peft_config)")
+        if self._lora is None and self._given.is_partly_frozen:
+            raise ConfigError("model: some of its weights are frozen (requires_grad): here all weights are trained")
         self.run_dir = _run_dir(self.args.output_dir, self.kind, type(self.args).__name__)
         self.config: RunConfig | None = None
         """The resolved config of the run; None before `train`."""
@@ -193,6 +204,7 @@ class Trainer:
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._items: list[dict[str, Any]] = []
         self._local: dict[str, Any] = {}
+        self._companions: dict[Path, tuple[Any, Any]] = {}
         if self._events:
             self._events.call("on_init_end", self)
 
@@ -246,7 +258,7 @@ class Trainer:
     @property
     def _named_quantization(self) -> str | None:
         settings = getattr(self.args, "model_init_kwargs", None)
-        return quantization_of(settings.get("quantization_config")) if isinstance(settings, Mapping) else None
+        return quantization_of(settings.get("quantization_config"), self._notes) if isinstance(settings, Mapping) else None
 
     def _read_rows(self, train: Any, held_out: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
         if train is None:
@@ -341,9 +353,30 @@ class Trainer:
             )
         return bool(resume)
 
+    def _companion(self, model: Any, name: str, tokenizer: Any = None) -> str:
+        """Return the name or folder of a further model (reward model, critic, teacher). An object is saved into the
+        run's folder when training starts, with its tokenizer.
+
+        Raises:
+            ConfigError: it is no model, or its weights cannot be saved as they are.
+        """
+        if isinstance(model, str | Path):
+            resolve_folder(model, weights=False)  # report a wrong name now
+            return str(model)
+        if not hasattr(model, "save_pretrained"):
+            raise ConfigError(f"{name}: must be a folder, a hub name or a transformers model, not {type(model)}")
+        if hasattr(model, "get_base_model") or getattr(model, "is_quantized", False):
+            raise ConfigError(f"{name}: has adapters or is quantised: merge it, and give the folder of its weights")
+        folder = self.run_dir / INPUTS / name
+        self._companions[folder] = model, tokenizer
+        return str(folder)
+
     def _make_config(self, resume: bool) -> RunConfig:
         """Write the objects into the run's folder, and build the config that names them."""
         inputs = self.run_dir / INPUTS
+        for folder, parts in self._companions.items() if not resume else ():
+            for part in filter(None, parts):
+                part.save_pretrained(folder)
         model, adapters = self._given.write(inputs / "model") if not resume else self._written(inputs)
         tokenizer = self._initial_tokenizer
         if tokenizer is not None and not isinstance(tokenizer, str | Path):
@@ -562,6 +595,7 @@ class GRPOTrainer(Trainer):
     Args:
         model: as for `Trainer`, and so are callbacks, peft_config, processing_class and what is not listed here.
         tokenizer: a folder, a hub name or a tokenizer; None: the one beside the model.
+        reward_processing_classes: tokenizers of the reward models; None: those beside them.
         reward_funcs: one or several of: `f(prompts, completions, **columns) -> list of numbers`, the name of a built-in
             reward, a dotted path, a reward model (name, folder or object). A completion's reward is their weighted sum.
         args: `GRPOArgs`, or `GRPOConfig` with TRL's arguments; None: `GRPOArgs()`.
@@ -589,6 +623,7 @@ class GRPOTrainer(Trainer):
         callbacks: Sequence[Any] | None = None,
         peft_config: Any = None,
         processing_class: Any = None,
+        reward_processing_classes: Any = None,
         **others: Any,
     ) -> None:
         self._built_in = train_dataset is None
@@ -603,21 +638,21 @@ class GRPOTrainer(Trainer):
         )
         of_trl = isinstance(self.args, TRLConfig)
         listed = [
-            self._reward_model(one, place) if of_trl and is_reward_model(one) else one
+            self._reward_model(one, place, reward_processing_classes) if of_trl and is_reward_model(one) else one
             for place, one in enumerate(listed)
         ]
-        self._items, self._local = reward_items(listed, self.args.reward_weights, of_trl)
+        self._items, self._local = reward_items(listed, getattr(self.args, "reward_weights", None), of_trl)
 
-    def _reward_model(self, model: Any, place: int) -> str:
-        """Return the name or folder of a reward model; an object is saved into the run's folder."""
+    def _reward_model(self, model: Any, place: int, tokenizers: Any) -> str:
+        """Return the name or folder of a reward model."""
+        given = tokenizers[place] if isinstance(tokenizers, Sequence) else tokenizers
+        given = self.tokenizer if given is OWN_TOKENIZER else given
         if isinstance(model, str):
-            return model
-        folder = self.run_dir / INPUTS / f"reward_model_{place}"
+            if given is not None:
+                self._notes.append(f"reward_processing_classes: the tokenizer of {model} is used")
+            return self._companion(model, "reward_funcs")
         name = getattr(model.config, "_name_or_path", None)
-        if name and not self.run_dir.exists():
-            return str(name)
-        model.save_pretrained(folder)
-        return str(folder)
+        return self._companion(model, f"reward_model_{place}", given or (load_tokenizer(name) if name else None))
 
     def _own_args(self, args: Any) -> Any:
         if isinstance(args, GRPOArgs | None) and self.kind == "grpo":
@@ -652,7 +687,110 @@ class OnlineDPOTrainer(GRPOTrainer):
         self, model: Any, ref_model: Any = None, reward_funcs: Any = None, args: Any = None, **others: Any
     ) -> None:
         _check_reference(ref_model, model)
-        super().__init__(model, None, reward_funcs, args, **others)
+        others.setdefault("reward_processing_classes", others.pop("reward_processing_class", None))
+        super().__init__(model, None, reward_funcs or others.pop("reward_model", None), args, **others)
+        if penalty := self.args.missing_eos_penalty:
+            self._items.append(_missing_eos(penalty, self.tokenizer))
+
+
+class PPOTrainer(GRPOTrainer):
+    """Train a model with PPO (`PPOConfig`).
+
+    Args:
+        ref_model: None, or the initial model again: the reference is always the initial model.
+        reward_model: scores a completion, with the policy's tokenizer: a sequence classifier with one label.
+        value_model: initial weights of the critic: such a classifier, or a language model.
+        train_dataset: rows with `input_ids`, the tokens of a prompt; or with `prompt`.
+    """
+
+    kind = "ppo"
+
+    def __init__(
+        self,
+        args: Any,
+        processing_class: Any,
+        model: Any,
+        ref_model: Any = None,
+        reward_model: Any = None,
+        train_dataset: Any = None,
+        value_model: Any = None,
+        data_collator: Any = None,
+        eval_dataset: Any = None,
+        *positional: Any,
+        **others: Any,
+    ) -> None:
+        _check_reference(ref_model, model)
+        if positional:
+            raise ConfigError(f"{type(self).__name__}(optimizers=...) has no counterpart: {REFUSED['optimizers']}")
+        if value_model is None or reward_model is None or train_dataset is None:
+            raise ConfigError("PPOTrainer needs reward_model, value_model and train_dataset")
+        if type(data_collator).__name__ in ("DataCollatorWithPadding", "NoneType"):
+            data_collator = None
+        super().__init__(
+            model, None, [reward_model], args, train_dataset, eval_dataset, processing_class=processing_class,
+            reward_processing_classes=OWN_TOKENIZER, data_collator=data_collator, **others,
+        )  # fmt: skip
+        self._critic = self._companion(value_model, "value_model")
+        if penalty := self.args.missing_eos_penalty:
+            self._items.append(_missing_eos(penalty, self.tokenizer))
+
+    def _read_rows(self, train: Any, held_out: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+        rows, others = (
+            None if one is None else prompts_of_tokens(plain_rows(one, name), self.tokenizer)
+            for one, name in ((train, "train_dataset"), (held_out, "eval_dataset"))
+        )
+        return rows or [], others
+
+    def _sections(self) -> dict[str, Any]:
+        return {**super()._sections(), "critic": {"path": self._critic}}
+
+    def generate_completions(self, sampling: bool = False) -> None:
+        """Do nothing: the run's folder has the completions of every step (`atomrl rollouts`)."""
+
+
+class GKDTrainer(GRPOTrainer):
+    """Distil a teacher into a model on the model's own completions (`GKDConfig` with `lmbda=1`).
+
+    Args:
+        teacher_model: a model with the same vocabulary.
+        train_dataset: rows with `messages`, whose last is left out, or with `prompt`.
+    """
+
+    kind = "gkd"
+
+    def __init__(
+        self, model: Any, teacher_model: Any = None, args: Any = None, data_collator: Any = None, *rows: Any,
+        train_dataset: Any = None, eval_dataset: Any = None, **others: Any,
+    ) -> None:  # fmt: skip
+        train_dataset, eval_dataset = (*rows, *(train_dataset, eval_dataset)[len(rows) :])
+        super().__init__(
+            model, None, UNTRAINED, args, train_dataset, eval_dataset, data_collator=data_collator, **others
+        )
+        teacher_model = teacher_model or self.args.teacher_model_name_or_path
+        if teacher_model is None:
+            raise ConfigError("teacher_model: is required")
+        loading = dict(self.args.teacher_model_init_kwargs or {})
+        if loading.get("quantization_config") is not None or loading.get("revision") not in (None, "main"):
+            raise ConfigError("teacher_model_init_kwargs: a teacher is loaded unquantised, in its newest revision")
+        self._teacher = self._companion(teacher_model, "teacher", self.tokenizer)
+
+    def _read_rows(self, train: Any, held_out: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+        if train is None:
+            raise ConfigError("train_dataset: is required")
+        rows, others = (
+            None if one is None else prompts_of_messages(plain_rows(one, name))
+            for one, name in ((train, "train_dataset"), (held_out, "eval_dataset"))
+        )
+        return rows or [], others
+
+    def _sections(self) -> dict[str, Any]:
+        return {**super()._sections(), "teacher": {"path": self._teacher}}
+
+
+class DistillationTrainer(GKDTrainer):
+    """Distil a teacher into a model on the model's own completions (`DistillationConfig`)."""
+
+    kind = "distillation"
 
 
 class SFTTrainer(Trainer):
@@ -744,6 +882,11 @@ def _check_reference(reference: Any, model: Any) -> None:
     ]
     if names[0] is None or str(names[0]) != str(names[1]):
         raise ConfigError("ref_model: the reference is always the initial model; remove it")
+
+
+def _missing_eos(penalty: float, tokenizer: Any) -> dict[str, Any]:
+    """Return the item of `reward.functions` for TRL's `missing_eos_penalty`."""
+    return {"function": "missing_eos_penalty", "weight": penalty, "args": {"eos_token_id": tokenizer.eos_token_id}}
 
 
 def _run_dir(output_dir: str | Path | None, kind: str, args: str) -> Path:

@@ -37,7 +37,7 @@ class FastLanguageModel:
             from transformers import BitsAndBytesConfig
 
             given["quantization_config"] = BitsAndBytesConfig(
-                load_in_8bit=load_in_8bit, load_in_4bit=load_in_4bit and not load_in_8bit
+                load_in_8bit=load_in_8bit, load_in_4bit=load_in_4bit and not load_in_8bit, bnb_4bit_quant_type="nf4"
             )
             given["device_map"] = {"": torch.cuda.current_device()}
         model = AutoModelForCausalLM.from_pretrained(model_name, **given)

@@ -73,7 +73,9 @@ def in_code(kind):
 @pytest.mark.parametrize("kind", sorted(set(kinds()), key=lambda kind: kind.__name__))
 def test_a_choice_names_the_atoms_that_its_code_calls(kind):
     said = {atom.__name__ for choice in variants(kind) for atom in choice.atoms()}
-    assert said - ELSEWHERE <= in_code(kind) and in_code(kind) - SHARED <= said
+    unused, unnamed = said - ELSEWHERE - in_code(kind), in_code(kind) - SHARED - said
+    assert not unused, f"{kind.__name__}.atoms() names atoms that its code does not call; remove {sorted(unused)}"
+    assert not unnamed, f"{kind.__name__} calls atoms that explain would not show; return {sorted(unnamed)} in atoms()"
 
 
 def test_explain_names_what_the_objective_calls_for_a_choice():

@@ -58,7 +58,9 @@ def small(model, folder, tree, **axes):
 
 
 def test_every_algorithm_has_a_config_of_its_name():
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*ALGORITHMS, *PREFERENCES}
+    shipped, named = {path.stem for path in CONFIGS.glob("*.yaml")}, {*ALGORITHMS, *PREFERENCES}
+    assert not named - shipped, f"add configs/algorithms/NAME.yaml for {sorted(named - shipped)}"
+    assert not shipped - named, f"no algorithm has the name of configs {sorted(shipped - named)}"
     for path in CONFIGS.glob("*.yaml"):
         tree = read_yaml(path)
         assert tree["algorithm"]["name"] == tree["run_name"] == path.stem

@@ -126,11 +126,12 @@ def page(stem: str) -> str:
 @pytest.mark.parametrize("stem", sorted({module(name) for name in ALGORITHMS}))
 def test_pages_say_what_the_code_says(stem):
     text = (DOCS / f"{stem}.md").read_text(encoding="utf-8")
-    assert text.startswith(page(stem)), "write it anew: python -m tests.algorithms.test_pages"
+    assert text.startswith(page(stem)), f"run: python -m tests.algorithms.test_pages (it writes {stem}.md)"
 
 
 def test_the_table_has_the_axes_of_every_algorithm():
-    assert axes_table() in (DOCS / "README.md").read_text(encoding="utf-8")
+    shown = axes_table() in (DOCS / "README.md").read_text(encoding="utf-8")
+    assert shown, "run: python -m tests.algorithms.test_pages (it writes the table of axes in README.md)"
 
 
 @pytest.mark.parametrize("name", RESULTS)

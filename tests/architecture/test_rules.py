@@ -199,6 +199,11 @@ def test_the_check_of_names_can_fail(line):
     assert private_uses(ast.parse(line), {"_x"}) == {(1, "_x")}
 
 
+def test_the_package_holds_no_documentation():
+    inside = [str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*") if path.is_symlink() or path.name == "docs"]
+    assert not inside, f"move out of the package; here it would be part of the wheel: {inside}"
+
+
 def test_importing_the_package_is_light():
     loaded = loaded_by("import atomrl")
     assert not loaded & (OPTIONAL | {"transformers"})

@@ -8,10 +8,11 @@ import torch
 from atomrl.algorithms import objective_of
 from atomrl.cli.main import main
 from atomrl.config import ConfigError, load_config
+from atomrl.models.memory import known_shape
 from atomrl.trainer import engine_choice as module
 from atomrl.trainer.checks import check_engine
-from atomrl.trainer.engine_choice import engine_share, takes_turns, with_engine, with_share
-from atomrl.trainer.memory import memory_estimate
+from atomrl.trainer.engine_choice import engine_share, with_engine, with_share
+from atomrl.trainer.memory import memory_estimate, takes_turns
 from tests.arithmetic import arithmetic_run
 from tests.tiny import make_tiny_model
 
@@ -91,6 +92,22 @@ def test_else_it_is_native_with_the_reason(machine, folder, here, settings, why)
     assert re.search(why, reason), reason
 
 
+@pytest.mark.parametrize(
+    ("gib", "model", "engine"),
+    [(12, {"quantization": "nf4"}, "native"), (24, {}, "native"), (80, {}, "vllm"), (8, {}, "vllm")],
+)
+def test_where_only_native_fits_it_is_native(machine, folder, tmp_path, gib, model, engine):
+    """7 billion weights: beside a trainer, vLLM needs them again. On 8 GiB neither fits."""
+    machine(gib=gib, knows="Qwen2ForCausalLM")
+    known = known_shape("Qwen/Qwen2.5-7B")
+    known.architectures = ["Qwen2ForCausalLM"]
+    known.save_pretrained(tmp_path / "large")
+    rows = {"prompts_per_step": 16, "completions_per_prompt": 8}
+    name, reason = chosen(tmp_path / "large", model={"lora": {"rank": 16}} | model, rollout=rows)
+    assert name == engine, reason
+    assert ("only native fits" in reason) is (name == "native"), reason
+
+
 def test_servers_have_to_be_named(machine, folder):
     machine()
     with pytest.raises(ConfigError, match=r"rollout\.server: .*rollout\.engine=vllm-server or sglang"):
@@ -151,15 +168,13 @@ def test_a_share_that_is_given_stays_and_an_engine_with_its_own_gpu_has_most_of_
     assert with_share(mine, GRPO)[0].rollout.gpu_memory_utilization == engine_share(mine, parts, 80 * GIB)[0]
 
 
-def test_an_engine_that_holds_memory_of_its_own_sleeps_while_the_trainer_works(machine, folder):
-    machine()
-    assert takes_turns(config_of(folder, rollout={"engine": "vllm"}))
-    assert takes_turns(config_of(folder, cluster={"placement": "colocated"}))
-    assert not takes_turns(config_of(folder, rollout={"engine": "native"}))
-    assert not takes_turns(config_of(folder, rollout={"engine": "vllm"}, asynchronous={}))
-    assert not takes_turns(config_of(folder, rollout={"engine": "vllm"}, cluster={"placement": "split"}))
-    machine(gpus=0)
-    assert not takes_turns(config_of(folder, rollout={"engine": "vllm"}))
+def test_an_engine_sleeps_while_the_trainer_works_on_the_same_gpu(folder):
+    for engine in ("vllm", "native"):
+        assert takes_turns(config_of(folder, rollout={"engine": engine}), "cuda")
+        assert not takes_turns(config_of(folder, rollout={"engine": engine}), "cpu")
+        assert not takes_turns(config_of(folder, rollout={"engine": engine}, asynchronous={}), "cuda")
+    assert takes_turns(config_of(folder, cluster={"placement": "colocated"}), "cuda")
+    assert not takes_turns(config_of(folder, rollout={"engine": "vllm"}, cluster={"placement": "split"}), "cuda")
 
 
 def test_a_model_is_cut_over_no_more_gpus_than_there_are_and_each_has_a_part(machine, folder, monkeypatch):

@@ -10,6 +10,7 @@ from atomrl.cli.main import main
 from atomrl.config import ConfigError, load_config
 from atomrl.engines.fake import FakeEngine
 from atomrl.engines.hf import HFEngine
+from atomrl.engines.native import NativeEngine
 from atomrl.models.memory import count_parameters, known_shape
 from atomrl.trainer.build import ENGINES
 from atomrl.trainer.memory import GPUS, gpu_of
@@ -76,8 +77,9 @@ MEASURED = [
 """With which the config was measured; now these are `auto`."""
 
 
-def test_the_measured_memory():
-    """docs/start/hardware.md: 13.2 GiB, 0.6 of them the driver's, on an H200."""
+def test_the_measured_memory(monkeypatch):
+    """docs/start/hardware.md: 13.2 GiB, 0.6 of them the driver's, on an H200, with a copy of the base in the engine."""
+    monkeypatch.setattr(NativeEngine, "shares_base", False)
     plan = plan_on(load_config(CONFIG, MEASURED), gpu_of("H200"))
     assert plan.memory.peak / (13.2 - 0.6) / 2**30 == pytest.approx(0.92, abs=0.02)  # what `USABLE` is
 
@@ -118,6 +120,42 @@ def test_cards_without_bfloat16_compute_in_float32(capsys):
 
 
 @pytest.mark.parametrize(
+    ("path", "quantization", "two", "one"),
+    [("Qwen/Qwen2.5-3B", "nf4", 8.9, 3.3), ("Qwen/Qwen2.5-7B", "nf4", 21.1, 7.3),
+     ("Qwen/Qwen2.5-7B", "null", 30.1, 16.0), ("Qwen/Qwen2.5-14B", "nf4", 41.7, 14.7)],
+)  # fmt: skip
+def test_a_base_that_is_held_once_is_counted_once(path, quantization, two, one, monkeypatch):
+    smallest = [
+        "model.gradient_checkpointing=true", "train.tokens_per_micro_batch=1024", "model.lora={rank: 16}",
+        "rollout.max_concurrent_completions=32", "rollout.max_completion_tokens=512", "rollout.prompts_per_step=16",
+    ]  # fmt: skip
+    config = load_config(CONFIG, [*smallest, f"model.path={path}", f"model.quantization={quantization}"])
+    assert plan_on(config, gpu_of("80GiB")).memory.peak / 2**30 == pytest.approx(one, abs=0.06)
+    monkeypatch.setattr(NativeEngine, "shares_base", False)
+    assert plan_on(config, gpu_of("80GiB")).memory.peak / 2**30 == pytest.approx(two, abs=0.06)
+
+
+def test_a_quantized_base_costs_the_time_of_its_dequantization():
+    plain, nf4, int8 = (
+        plan_on(load_config(CONFIG, [*MEASURED, f"model.quantization={kind}"]), gpu_of("4090")).seconds
+        for kind in ("null", "nf4", "int8")
+    )
+    assert plain["rollout"] < nf4["rollout"] < int8["rollout"] and plain["update"] < nf4["update"] < int8["update"]
+
+
+def test_where_nothing_fits_the_least_memory_and_the_largest_model_are_named(tmp_path, capsys):
+    large = ["plan", str(CONFIG), "model.path=Qwen/Qwen2.5-14B"]
+    assert main([*large, "--fit", "8GiB"]) == 1
+    printed = capsys.readouterr().out
+    least, usable = map(float, re.search(r"with all of them it needs ([\d.]+) GiB of ([\d.]+) GiB", printed).groups())
+    assert least > usable
+    name = re.search(r"model\.path=(Qwen/Qwen2\S+)", printed)[1]
+    assert main([*large[:2], f"model.path={name}", "--fit", "8GiB", "--out", str(tmp_path / "fits.yaml")]) == 0
+    assert main(["plan", str(CONFIG), "--fit", "1GiB"]) == 1
+    assert "no well-known model fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     "changes", [[], ["model.lora=null", "model.gradient_checkpointing=false"], ["model.path=Qwen/Qwen3-8B"]]
 )
 @pytest.mark.parametrize("size", ["8GiB", "12GiB", "24GiB", "80GiB"])
@@ -144,7 +182,7 @@ def test_advice_names_only_what_helps(capsys):
 
 def test_the_config_that_fits_is_written_once(tmp_path, capsys):
     out = tmp_path / "small.yaml"
-    command = ["plan", str(CONFIG), "--fit", "8GiB", "--out", str(out), "train.steps=7"]
+    command = ["plan", str(CONFIG), "--fit", "8GiB", "--out", str(out), "train.steps=7", "model.path=Qwen/Qwen2.5-3B"]
     assert main(command) == 0
     assert "x the time" in capsys.readouterr().out
     config = load_config(out)
@@ -156,8 +194,8 @@ def test_the_config_that_fits_is_written_once(tmp_path, capsys):
 
 def test_the_config_of_a_run_is_read_from_its_folder(tmp_path, capsys):
     (tmp_path / "config.yaml").write_bytes(CONFIG.read_bytes())
-    assert main(["plan", str(tmp_path), "--fit", "8GiB"]) == 0
-    assert plan_on(load_config(tmp_path / "config-8gib.yaml"), gpu_of("8GiB")).fits
+    assert main(["plan", str(tmp_path), "--fit", "5GiB"]) == 0
+    assert plan_on(load_config(tmp_path / "config-5gib.yaml"), gpu_of("5GiB")).fits
 
 
 @pytest.mark.parametrize("path", BY_CARD, ids=lambda path: path.stem)
@@ -183,7 +221,9 @@ def test_a_fit_is_as_fast_as_the_config_for_the_card(path):
     """From the same run without adapters and quantisation, and from the configs for other cards with its workload."""
     gpu = gpu_of(f"{path.stem.rpartition('-')[2].removesuffix('gb')}GiB")
     shipped = plan_on(load_config(path), gpu)
-    others = [other for other in BY_CARD if load_config(other).model.path == shipped.config.model.path]
+    model = shipped.config.model
+    others = [other for other in BY_CARD if load_config(other).model.path == model.path]
+    others = [other for other in others if load_config(other).model.quantization == model.quantization]
     starts = [load_config(path, ["model.lora=null", "model.quantization=null"])]
     starts += [load_config(other, _workload(shipped.config)) for other in others]
     for start in starts:

@@ -148,6 +148,13 @@ MORE_SICK += [
                          "by_group_frac_mixed": lambda step: 0.05 * (step % 2), "all_good": 0.97}),
 ]  # fmt: skip
 NEARLY = {
+    "parts of a point, none of them a whole one, and longer texts": {
+        **HACKED, "reward_strict_math_mean": lambda step: 0.2 + 0.01 * step, "train_accuracy": 0.0,
+        "response_length_mean": lambda step: 20.0 + step,
+    },
+    "parts of a point, high from the start": {
+        "critic_score_mean": 0.6, "reward_strict_math_mean": 0.6, "train_accuracy": 0.0
+    },
     "a weak model that repeats itself, and is not paid": {"repeated": 0.6, "repeated_paid": 0.0},
     "an echo that is not paid": {"echoed": 0.6, "echoed_paid": 0.0},
     "some answers are empty, and cost what wrong ones cost": {"empty": 0.4, "empty_paid": 0.0},
@@ -245,7 +252,8 @@ def test_failures_of_an_environment_are_counted_by_kind():
 
 
 def test_every_rule_is_tested():
-    assert set(SICK) == {rule.id for rule in RULES}
+    missing = {rule.id for rule in RULES} ^ set(SICK)
+    assert not missing, f"SICK needs the metrics of a run for each rule, and no others: {sorted(missing)}"
 
 
 @pytest.mark.parametrize("changes", [{}, *NEARLY.values()], ids=["healthy", *NEARLY])
@@ -332,9 +340,11 @@ def test_evaluations_are_passed_over():
 
 
 def test_every_rule_has_its_page_and_every_page_its_rule():
-    assert {path.stem for path in PAGES.glob("*.md")} - {"README"} == {rule.id for rule in RULES}
+    pages, rules = {path.stem for path in PAGES.glob("*.md")} - {"README"}, {rule.id for rule in RULES}
+    assert pages == rules, f"docs/guides/troubleshooting needs one page per rule: {sorted(pages ^ rules)}"
     index = (PAGES / "README.md").read_text(encoding="utf-8")
-    assert all(f"]({rule.id}.md)" in index for rule in RULES)
+    unlisted = sorted(rule.id for rule in RULES if f"]({rule.id}.md)" not in index)
+    assert not unlisted, f"link from docs/guides/troubleshooting/README.md: {unlisted}"
 
 
 def test_the_keys_that_are_advised_exist():

@@ -193,7 +193,7 @@ def test_a_run_whose_folder_is_taken_away_stops(trained, tmp_path, capsys, how):
 
 
 def test_training_goes_on_from_the_one_before_and_the_damaged_one_is_kept_aside(trained, tmp_path, capsys):
-    shutil.copytree(trained / "run", tmp_path / "run", symlinks=True)
+    shutil.copytree(trained / "run", tmp_path / "run")  # a copy follows links: `model` is a folder
     whole = tmp_path / "run" / "checkpoints" / "step_000004"
     expected = hashlib.sha256((whole / "model.safetensors").read_bytes()).hexdigest()
     damage(whole / "model.safetensors", "flipped")
@@ -204,6 +204,7 @@ def test_training_goes_on_from_the_one_before_and_the_damaged_one_is_kept_aside(
     assert hashlib.sha256((whole / "model.safetensors").read_bytes()).hexdigest() == expected
     assert sorted(path.name for path in whole.parent.iterdir()) == ["step_000003", "step_000004"]
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert (tmp_path / "run" / "model").resolve() == whole and len([*(tmp_path / "run").glob("model_copied_*")]) == 1
 
 
 @pytest.mark.parametrize("point", ["mkdir", "model", "optimizer", "manifest", "rename"])

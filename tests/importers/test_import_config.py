@@ -11,7 +11,8 @@ from atomrl.config import ConfigError, RunConfig, load_config
 from atomrl.config.run import objective_in, setting_in
 from atomrl.objectives.base import page
 from atomrl.tools.importers import Imported, import_config
-from atomrl.tools.importers.sources import flat, read_script
+from atomrl.tools.importers.shell import read_script
+from atomrl.tools.importers.sources import flat
 
 FILES = Path(__file__).with_name("files")
 CLIP = "min(rho A, clip(rho, 1 - low, 1 + high) A)"

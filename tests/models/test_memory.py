@@ -222,7 +222,7 @@ def test_the_page_has_the_arithmetic_of_ranks(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
     from plan_ranks import tables
 
-    page = (ROOT / "docs" / "guides" / "distributed_rollout.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "development" / "scaling.md").read_text(encoding="utf-8")
     shown = page.partition("<!-- from benchmarks/plan_ranks.py -->")[2].partition("<!-- until here -->")[0]
     assert shown.strip() == "\n".join(tables([8, 64], 8192, 80.0))
 
@@ -235,20 +235,20 @@ QWEN25_7B = {
 
 @pytest.fixture
 def shipped_7b(tmp_path):
-    """The config of 7B on 24 GB, with a model of that shape and without weights."""
+    """The config of 7B on 12 GB, with a model of that shape and without weights."""
     Qwen2Config(**QWEN25_7B).save_pretrained(tmp_path)
     sizes = ["rollout.max_concurrent_completions=32", "train.tokens_per_micro_batch=1024"]
     changes = [f"model.path={tmp_path}", "model.gradient_checkpointing=true", *sizes]
-    return load_config(ROOT / "configs" / "qwen2.5-7b-gsm8k-24gb.yaml", changes)
+    return load_config(ROOT / "configs" / "qwen2.5-7b-gsm8k-12gb.yaml", changes)
 
 
-def test_7b_fits_a_card_of_24_gb_by_the_arithmetic_that_the_page_shows(shipped_7b):
+def test_7b_fits_a_card_of_12_gb_by_the_arithmetic_that_the_page_shows(shipped_7b):
     assert isinstance(shipped_7b.algorithm, PolicyObjective)
     algorithm = shipped_7b.algorithm.resolved(max_completion_tokens=shipped_7b.rollout.max_completion_tokens)
     parts = {name: size / 2**30 for name, size in memory_estimate(shipped_7b, algorithm, device="cuda").items()}
-    assert parts["total"] < 22
+    assert parts["total"] < 10
     page = (ROOT / "docs" / "guides" / "reduce_memory.md").read_text(encoding="utf-8")
-    table = page.partition("<!-- from configs/qwen2.5-7b-gsm8k-24gb.yaml -->")[2].partition("<!-- until here -->")[0]
+    table = page.partition("<!-- from configs/qwen2.5-7b-gsm8k-12gb.yaml -->")[2].partition("<!-- until here -->")[0]
     shown = {line.split(" | ")[0].strip("| "): line.split(" | ")[1] for line in table.strip().splitlines()[2:]}
     chunk, layer = parts.pop("log-prob chunk"), parts.pop("backward pass")
     parts["log-prob chunk, or backward pass"] = max(chunk, layer)
@@ -267,7 +267,7 @@ def test_quantized_bases_are_gathered_as_codes(shipped_7b):
     assert int8["gathered layers"] / plain["gathered layers"] == pytest.approx(1 / 2, rel=1e-3)
     matrix = 3584 * 18944
     assert plain["backward pass"] - nf4["backward pass"] == 2 * matrix, "one of two"
-    assert int8["backward pass"] - nf4["backward pass"] == 4 * matrix, "which float32 leads to"
+    assert int8["backward pass"] == nf4["backward pass"]
 
 
 def test_what_this_process_has_grows_with_what_it_holds(monkeypatch):

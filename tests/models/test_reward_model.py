@@ -232,7 +232,8 @@ def test_preferences_with_calls_and_tools_are_read_as_the_template_writes_them()
     tools = ({"type": "function", "function": {"name": "get"}},)
     call = {"type": "function", "function": {"name": "get", "arguments": {"c": 1}}}
     message = {"role": "assistant", "content": "", "tool_calls": [call]}
-    problem = Problem(problem_id="a:1", prompt="w?", ground_truth=None, columns={"completions": (), "tools": tools})
+    offline, online = {"completions": (), "tools": tools}, {"tools": json.dumps(tools)}
+    problems = [Problem(problem_id="a", prompt="w?", ground_truth=None, columns=each) for each in (offline, online)]
     turns = [{"role": "user", "content": "w?"}, message]
     expected = tokenizer.apply_chat_template(turns, tools=[*tools], tokenize=False)
-    assert tokenizer.decode(reader.row(problem, [], [], message)) == expected
+    assert [tokenizer.decode(reader.row(each, [], [], message)) for each in problems] == [expected] * 2

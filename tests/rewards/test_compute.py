@@ -593,3 +593,49 @@ def test_failures_on_made_up_completions_alone_are_tolerated():
     }  # fmt: skip
     rewards = compute.build_rewards(RewardConfig(functions=[*local, "exact_match"]), local)
     rewards.try_functions(Problem(problem_id="a.jsonl:1", prompt="p", ground_truth="many"))
+
+
+def has_truth(completions, **columns):
+    return [float(text == truth) for text, truth in zip(completions, columns["ground_truth"], strict=True)]
+
+
+def has_solution(completions, solution, **columns):
+    return [max(float(text == each) for each in solution) for text in completions]
+
+
+def contains_truth(data_source, solution_str, ground_truth, extra_info=None):
+    return float(ground_truth in solution_str)
+
+
+def of_length(data_source, solution_str, ground_truth, extra_info=None):
+    return len(solution_str) / 100
+
+
+class Graded:
+    def __call__(self, trajectories):
+        return [float(item.text == item.problem.ground_truth) for item in trajectories]
+
+
+@pytest.mark.parametrize(
+    ("reward", "says_right"),
+    [
+        ({"functions": ["gsm8k", "length"]}, True),
+        ({"functions": ["atomrl.rewards.verifiable.exact_match"]}, True),
+        ({"functions": ["environment"]}, True),
+        ({"functions": ["has_truth"]}, True),
+        ({"functions": ["has_solution"]}, True),
+        ({"functions": ["contains_truth"]}, True),
+        ({"functions": [f"{__name__}.Graded"]}, True),
+        ({"functions": ["of_length"]}, False),
+        ({"functions": ["strict_format", "gsm8k"]}, False),
+        ({"functions": ["lambda"]}, False),
+        ({"by_data_source": {"a": "gsm8k", "b": "has_truth"}}, True),
+        ({"by_data_source": {"a": "gsm8k", "b": "of_length"}}, False),
+    ],
+)
+def test_what_grades_answers_is_decided_before_any_value_is_seen(reward, says_right):
+    own = {
+        "has_truth": has_truth, "has_solution": has_solution, "contains_truth": contains_truth,
+        "of_length": of_length, "length": of_length, "lambda": lambda completions, **columns: [1.0] * len(completions),
+    }  # fmt: skip
+    assert compute.build_rewards(RewardConfig(**reward), own).says_right is says_right

@@ -38,7 +38,7 @@ from atomrl.rewards.format import extract_answer, has_strict_format, last_boxed,
 from atomrl.rewards.programs import last_block, same_output
 from atomrl.rewards.regions import read_region
 from atomrl.rewards.service import score_in
-from atomrl.rewards.table import POOLED, REWARDS, says_right
+from atomrl.rewards.table import POOLED, REWARDS
 from atomrl.rewards.verifiable import gsm8k, search_r1_em
 from atomrl.tracking.doctor.hacks import repeated_unit
 from atomrl.tracking.reading import comparison
@@ -119,7 +119,6 @@ READERS = {
         tasks.is_literal,
     ],
     "rewards/programs": [last_block, lambda text: same_output(text, text)],
-    "rewards/table": [lambda text: says_right({text: [1.0]})],
     "engines/episodes": [replies.SPECIAL_NAMES.search],
 }
 """Module -> what of it reads what a model wrote."""

@@ -120,7 +120,8 @@ def test_a_dry_run_and_the_config_stop_where_the_script_would_train(place, capfd
 
 
 BAD = {
-    "another trainer": ("from trl import PPOTrainer", 2, r"train.py:1: AtomRL has no PPOTrainer .*ppo.md"),
+    "another trainer": ("from trl import BCOTrainer", 2, r"train.py:1: AtomRL has no BCOTrainer .*loss_type='bco'"),
+    "a part of a trainer": ("from trl import GKDConfig\nGKDConfig('o')", 2, "train.py:2: .*lmbda=0.5 has no counterpart"),
     "an experimental one": ("from trl.experimental.nash_md import NashMDTrainer", 2, "no NashMDTrainer of TRL"),
     "no training": ("import trl", 0, ""),
     "an exit": ("import trl, sys; sys.exit(3)", 3, ""),
@@ -178,10 +179,29 @@ def test_a_notebook_runs_without_its_shell_lines(place, capfd):
     cells = [
         ["!pip install trl \\\n", "  unsloth\n", "%env X=1\n", "import trl\n"],
         "%%bash\nls\n",
-        "if trl:\n  !ls\nprint('ran')",
+        "%%capture\n!ls\nname = 'ran'",
+        "if trl:\n  !ls\nprint(name)",
     ]
     cells = [{"cell_type": "code", "source": cell} for cell in cells] + [{"cell_type": "markdown", "source": "!no"}]
     (place / "a.ipynb").write_text(json.dumps({"cells": cells}))
     assert main(["run", "a.ipynb"]) == 0
     out, err = capfd.readouterr()
     assert out == "ran\n" and "left out: !pip install trl" in err and "%%bash (its cell)" in err
+
+
+def test_a_notebook_that_was_exported_as_a_script(place, capfd):
+    script = write(
+        place,
+        """
+        get_ipython().system('pip install trl')
+        get_ipython().run_line_magic('matplotlib', 'inline')
+        get_ipython().run_cell_magic('capture', '', 'import trl\\n!ls\\nname = "ran"')
+        get_ipython().run_cell_magic('bash', '', 'exit 1')
+        print(name, trl.__version__ > "1", end="")
+        """,
+    )
+    assert main(["run", script]) == 0
+    out, err = capfd.readouterr()
+    assert out == "ran True" and [line.partition("left out: ")[2] for line in err.splitlines()] == [
+        "!pip install trl", "%matplotlib inline", "!ls", "%%bash  (its cell)",
+    ]  # fmt: skip

@@ -114,7 +114,7 @@ def test_trls_own_config_is_answered_with_the_import(model):
         GRPOTrainer(model, reward_funcs="strict_math", args=other)
 
 
-# ---- The five quick starts: only the import and the model are others ----
+# ---- Quick starts: only the import and the model are others ----
 
 QUICK = {
     "sft": """
@@ -175,6 +175,38 @@ training_args = GRPOConfig(output_dir="out", max_completion_length=4, num_genera
 trainer = GRPOTrainer(model=MODEL, reward_funcs=reward_by_tokens, args=training_args, train_dataset=dataset)
 trainer.train()
 """,
+    "ppo": """
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from atomrl.trl import PPOConfig, PPOTrainer
+
+tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+critic, scores = (AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=1) for _ in range(2))
+dataset = [{"input_ids": tokenizer(f"{n}+1=")["input_ids"]} for n in range(8)]
+args = PPOConfig(output_dir="out", total_episodes=8, response_length=4, missing_eos_penalty=2.0, **SMALL)
+trainer = PPOTrainer(
+    args, tokenizer, AutoModelForCausalLM.from_pretrained(MODEL), AutoModelForCausalLM.from_pretrained(MODEL),
+    reward_model=scores, train_dataset=dataset, value_model=critic,
+)
+trainer.train()
+""",
+    "gkd": """
+from transformers import AutoModelForCausalLM
+from atomrl.trl import GKDConfig, GKDTrainer
+
+dataset = [{"messages": [{"role": "user", "content": f"{n}+1="}, {"role": "assistant", "content": "no"}]} for n in range(8)]
+args = GKDConfig(output_dir="out", lmbda=1.0, max_new_tokens=4, **SMALL)
+teacher = AutoModelForCausalLM.from_pretrained(MODEL)
+trainer = GKDTrainer(MODEL, teacher, args, train_dataset=dataset, processing_class=tokenizer)
+trainer.train()
+""",
+    "distillation": """
+from atomrl.trl import DistillationConfig, DistillationTrainer
+
+dataset = [{"prompt": [{"role": "user", "content": f"{n}+1="}]} for n in range(8)]
+args = DistillationConfig(output_dir="out", max_completion_length=4, num_generations=2, **SMALL)
+trainer = DistillationTrainer(model=MODEL, teacher_model=MODEL, args=args, train_dataset=dataset)
+trainer.train()
+""",
 }
 
 
@@ -193,6 +225,62 @@ def test_the_quick_start_of_each_trainer(kind, model):
     assert (trainer.run_dir / "model").is_dir() and (trainer.run_dir.parent / "saved/model.safetensors").is_file()
     with pytest.raises(ConfigError, match="resume_from_checkpoint=True"):
         trainer.train()
+
+
+def test_the_arguments_of_ppo_and_gkd_mean_what_they_mean_there():
+    from atomrl.trl import GKDConfig, PPOConfig
+
+    ppo = PPOConfig(
+        per_device_train_batch_size=4, gradient_accumulation_steps=2, total_episodes=20, stop_token_id=7, kl_coef=0.1,
+        kl_estimator="k3", cliprange=0.3, vf_coef=0.5, lam=0.9, response_length=9, max_grad_norm=0.1,
+    ).to_tree()  # fmt: skip
+    assert ppo["rollout"] | {"engine": 0} == {
+        "engine": 0, "prompts_per_step": 8, "completions_per_prompt": 1, "max_completion_tokens": 9, "temperature": 0.7,
+        "stop_token_ids": [7],
+    }  # fmt: skip
+    train, algorithm = ppo["train"], ppo["algorithm"]
+    assert (train["steps"], train["rows_per_update"], train["epochs_per_step"], train["max_grad_norm"]) == (3, 8, 4, 1e30)
+    assert algorithm["kl"] == {"type": "k3", "coefficient": 0.1, "apply_to": "reward", "target": None}
+    assert (algorithm["clip"]["high"], algorithm["value"]["coefficient"], algorithm["advantage"]["lam"]) == (0.3, 0.5, 0.9)
+    assert ppo["critic"]["learning_rate"] == 3e-6
+    gkd = GKDConfig(lmbda=1.0, beta=0.2, max_new_tokens=24, per_device_train_batch_size=2).to_tree()
+    assert (gkd["algorithm"]["distillation"]["beta"], gkd["rollout"]["prompts_per_step"]) == (0.2, 2)
+    assert (gkd["rollout"]["temperature"], gkd["data"]["max_prompt_tokens"]) == (0.9, 1000)
+
+
+def test_the_gradient_of_the_kl_is_that_of_trl():
+    assert config_of(beta=0.1).algorithm.kl.k2_gradient  # use_bias_correction_kl is on in TRL
+    assert not config_of(beta=0.1, use_bias_correction_kl=False).algorithm.kl.k2_gradient
+    said = "use_bias_correction_kl"
+    assert not any(said in note for note in GRPOConfig(beta=0.1).notes())
+    assert any(said in note for note in GRPOConfig(beta=0.1, num_iterations=2).notes())
+
+
+def test_four_bits_that_are_not_nf4_are_announced(model):
+    from transformers import BitsAndBytesConfig
+
+    def notes(**settings):
+        loading = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **settings)}
+        args = GRPOConfig(output_dir="out", model_init_kwargs=loading)
+        rows, adapters = [{"prompt": "1+1="}], {"r": 2}
+        trainer = GRPOTrainer(model, reward_funcs="strict_format", args=args, train_dataset=rows, peft_config=adapters)
+        return "\n".join(trainer.notes())
+
+    assert "bnb_4bit_quant_type: TRL fp4; here nf4" in notes()  # transformers' default
+    assert "bnb_4bit_quant_type" not in notes(bnb_4bit_quant_type="nf4")
+
+
+@pytest.mark.parametrize("frozen", ["model.embed_tokens", "model.layers.0"])
+def test_frozen_weights_are_refused(model, frozen):
+    from transformers import AutoModelForCausalLM
+
+    from atomrl.trl import SFTTrainer
+
+    given = AutoModelForCausalLM.from_pretrained(model)
+    for name, weight in given.named_parameters():
+        weight.requires_grad_(not name.startswith(frozen))
+    with pytest.raises(ConfigError, match="frozen"):
+        SFTTrainer(given, train_dataset=[{"text": "a"}])
 
 
 def test_a_trainer_takes_its_own_config_and_needs_rows(model):

@@ -1,6 +1,5 @@
 """A config that is written in a form and as text at once: changes leave the rest as it was, whatever its form."""
 
-import json
 from itertools import product
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import yaml
 
 from atomrl.config.loading import merge_trees, nest, scalar
 from atomrl.tools.ui.new_run import TEMPLATE, DraftError, edited, plan_problems, problems, read, started_from
-from tools import ui_keys
 
 SHIPPED = Path(__file__).parents[2] / "configs"
 TEXT = """# A run.
@@ -113,12 +111,3 @@ each of these reduces memory:
     keys = [one["key"] for one in plan_problems(said)]
     assert keys == ["train.tokens_per_micro_batch", "model.gradient_checkpointing"]
     assert [one["key"] for one in plan_problems("no single setting reduces memory")] == ["model.path"]
-
-
-def test_keys_are_those_of_the_schema_and_are_described_in_both_languages():
-    shown = json.loads(ui_keys.FILE.read_text(encoding="utf-8"))
-    assert shown == json.loads(json.dumps(ui_keys.keys())), "run: python tools/ui_keys.py"
-    chinese = json.loads(ui_keys.FILE.with_name("keys_zh.json").read_text(encoding="utf-8"))
-    described = {item["key"] for item in shown if "about" in item}
-    described |= {f"{item['key']}={name}" for item in shown for name in item.get("types", ())}
-    assert not described - chinese.keys() and not chinese.keys() - described - {item["key"] for item in shown}

@@ -160,6 +160,13 @@ def test_every_finding_has_its_page_and_links_lead_to_pages_and_their_anchors():
         manual.tree("../pyproject")
 
 
+def test_an_installed_package_says_where_its_documentation_is(tmp_path):
+    manual = Manual(tmp_path)
+    assert manual.titles() == {}
+    with pytest.raises(LookupError, match="docs/ in the repository"):
+        manual.tree("guides/checkpoints")
+
+
 def test_a_page_is_no_markup(tmp_path):
     (tmp_path / "evil.md").write_text(
         "# <b>T</b>\n\n<script>window.pwned=1</script>\n\n[a](javascript:alert(1)) [b](data:text/html,x) "

@@ -9,9 +9,11 @@ from typing import Any
 from atomrl.common.errors import did_you_mean
 from atomrl.config import ConfigError, read_yaml
 from atomrl.tools.importers import trl_arguments as trl_shared
-from atomrl.tools.importers.sources import Settings, flat_yaml, read_flags, read_script, text_of
+from atomrl.tools.importers.shell import read_script
+from atomrl.tools.importers.sources import Settings, flat_yaml, read_flags, text_of
 from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation, put_gpus
 from atomrl.tools.importers.trl_arguments import (
+    NO_CLIP,
     put_rewards,
     put_steps,
     translate_objective,
@@ -36,6 +38,7 @@ DEFAULTS: Settings = {
     "multi_objective_aggregation": "sum_then_normalize",
     "scale_rewards": "group",
     "loss_type": "dapo",
+    "use_bias_correction_kl": True,
     "mask_truncated_completions": False,
     "top_entropy_quantile": 1.0,
     "entropy_coef": 0.0,
@@ -75,9 +78,9 @@ class BatchSizeError(ConfigError):
 
 def translate_grpo(t: Translation, processes: int) -> None:
     """Translate GRPO's own arguments."""
-    _shared(t, processes)
+    updates = _shared(t, processes)
     t.move({"algorithm.entropy.coefficient": ("entropy_coef", float)})
-    translate_objective(t)
+    translate_objective(t, updates)
 
 
 def translate_rloo(t: Translation, processes: int) -> None:
@@ -86,7 +89,8 @@ def translate_rloo(t: Translation, processes: int) -> None:
     translate_rloo_objective(t)
 
 
-def _shared(t: Translation, processes: int) -> None:
+def _shared(t: Translation, processes: int) -> int:
+    """Translate what GRPO and RLOO share; returns the optimizer steps on the completions of a generation."""
     t.move(MOVES)
     if not t.is_set("max_prompt_length"):
         t.put("data.max_prompt_tokens", 512, "max_prompt_length")
@@ -95,11 +99,12 @@ def _shared(t: Translation, processes: int) -> None:
         )
     else:
         t.put("data.overlong_prompt", "truncate", "max_prompt_length")
-    _grpo_batches(t, processes)
+    updates = _grpo_batches(t, processes)
     _sampling(t)
     t.put("data.answer_field", None)  # every column is given to the rewards by its name, as in TRL
     here = "the same seed gives another order of rows and other completions"
     t.differ("random draws", f"seed={t.integer('seed')} with its own generators", here)
+    return updates
 
 
 def _sampling(t: Translation) -> None:
@@ -117,8 +122,12 @@ def _sampling(t: Translation) -> None:
         t.put("rollout.gpu_memory_utilization", share, "vllm_gpu_memory_utilization")
 
 
-def _grpo_batches(t: Translation, processes: int) -> None:
-    """Convert TRL's batches per process and optimizer steps to prompts, completions and steps."""
+def _grpo_batches(t: Translation, processes: int) -> int:
+    """Convert TRL's batches per process and optimizer steps to prompts, completions and steps.
+
+    Returns:
+        Optimizer steps per step.
+    """
     each, accumulated = t.count("per_device_train_batch_size"), t.count("gradient_accumulation_steps")
     n, iterations = t.count("num_generations"), t.count("num_iterations")
     # TRL counts completions: those of a generation serve one or more optimizer steps. Here a step has prompts, and
@@ -162,6 +171,7 @@ def _grpo_batches(t: Translation, processes: int) -> None:
             f"rows that do not fill a generation of {generated // n} prompts are dropped",
             "they come first in the next epoch, so the run may have a step more",
         )
+    return updates
 
 
 def flag_rewards(t: Translation) -> list[dict[str, Any]]:
@@ -188,6 +198,7 @@ SFT_DEFAULTS: Settings = {
     "loss_type": "chunked_nll",
     "assistant_only_loss": False,
     "packing": False,
+    "packing_strategy": "bfd",
 }
 DPO_DEFAULTS: Settings = {
     "disable_dropout": True,
@@ -235,6 +246,42 @@ ONLINE_DPO_DEFAULTS: Settings = {
     "use_vllm": False,
 }
 REWARD_DEFAULTS: Settings = {"disable_dropout": True, "learning_rate": 1e-4, "max_length": 1024}
+PPO_DEFAULTS: Settings = {
+    "disable_dropout": True,
+    "learning_rate": 3e-6,
+    "num_mini_batches": 1,
+    "response_length": 53,
+    "temperature": 0.7,
+    "num_ppo_epochs": 4,
+    "kl_coef": 0.05,
+    "kl_estimator": "k1",
+    "cliprange": 0.2,
+    "vf_coef": 0.1,
+    "cliprange_value": 0.2,
+    "gamma": 1.0,
+    "lam": 0.95,
+}
+DISTILLATION_DEFAULTS: Settings = {
+    "disable_dropout": True,
+    "learning_rate": 1e-6,
+    "temperature": 1.0,
+    "beta": 1.0,
+    "max_completion_length": 512,
+    "num_generations": 1,
+    "top_p": 0.95,
+    "top_k": 0,
+    "use_vllm": False,
+}
+GKD_DEFAULTS: Settings = {
+    "disable_dropout": True,
+    "learning_rate": 2e-5,
+    "max_length": 1024,
+    "temperature": 0.9,
+    "lmbda": 0.5,
+    "beta": 0.5,
+    "max_new_tokens": 128,
+    "seq_kd": False,
+}
 
 LOSSES = {
     "sigmoid": "sigmoid",
@@ -270,14 +317,17 @@ def translate_sft(t: Translation, processes: int) -> None:
         t.to_do.append(
             f"dataset_text_field={t('dataset_text_field')}: a row of text has the column `text` here: rename it"
         )
-    if t.flag("packing"):
-        t.differ(
-            "a row of a batch (packing=True)",
-            "a block of max_length tokens with several demonstrations",
-            "a demonstration: multiply train.rows_per_update by the number that fit into a block",
-        )
     _batches(t, processes, rows_of_one=1)
     _lengths(t, "truncated")
+    t.name_of(["packing", "packing_strategy"])
+    if t.flag("packing"):
+        if t("max_length", "max_seq_length") is None:
+            raise t.refuse("packing", True, "it needs max_length, the size of a block")
+        strategies = {name: name for name in ("bfd", "bfd_split", "wrapped")}
+        t.put("sft.packing", t.choice("packing_strategy", t("packing_strategy"), strategies), "packing_strategy")
+        tokens = t.count("per_device_train_batch_size") * t.tree["train"]["max_row_tokens"]
+        t.put("train.rows_per_micro_batch", None)
+        t.put("train.tokens_per_micro_batch", tokens, "per_device_train_batch_size")
 
 
 def translate_dpo(t: Translation, processes: int) -> None:
@@ -349,7 +399,7 @@ def translate_cpo(t: Translation, processes: int) -> None:
 
 def translate_online_dpo(t: Translation, processes: int) -> None:
     """Translate the arguments of online DPO: pairs of the policy's own completions, ranked by a reward."""
-    t.refuse_set({"judge": "completions are ranked by reward_funcs", "missing_eos_penalty": "give a reward function"})
+    t.refuse_set({"judge": "completions are ranked by reward_funcs"})
     t.put("algorithm.name", "online_dpo")
     kind = t.choice("loss_type", t("loss_type"), {"sigmoid": "sigmoid", "ipo": "ipo"})
     beta = t("beta")[0] if isinstance(t("beta"), list | tuple) and len(t("beta")) == 1 else t.number("beta")
@@ -372,6 +422,97 @@ def translate_online_dpo(t: Translation, processes: int) -> None:
     t.put_engine("use_vllm") if t.flag("use_vllm") else t.put("rollout.engine", "auto", "use_vllm")
     put_steps(t, updates=1)
     t.differ("pairs with equal rewards", "trained, in random order", "replaced by other prompts' pairs")
+
+
+def translate_ppo(t: Translation, processes: int) -> None:
+    """Translate the arguments of PPO with a critic and a reward model."""
+    t.refuse_set({"whiten_rewards": "advantages are whitened, rewards are not"})
+    each, accumulated = t.count("per_device_train_batch_size"), t.count("gradient_accumulation_steps")
+    batch, names = each * processes * accumulated, ("per_device_train_batch_size", "gradient_accumulation_steps")
+    if batch % t.count("num_mini_batches"):
+        raise BatchSizeError(f"{t.named('num_mini_batches')}={t.count('num_mini_batches')} does not divide {batch}")
+    t.put("algorithm.name", "ppo")
+    t.put(
+        "algorithm.advantage",
+        {"type": "gae", "gamma": t.number("gamma"), "lam": t.number("lam"), "whiten": True},
+        "gamma",
+        "lam",
+    )
+    clip = t.number("cliprange")
+    t.put("algorithm.clip", {"type": "ppo", "low": clip, "high": clip, "dual": None}, "cliprange")
+    kl = {"type": t.choice("kl_estimator", t("kl_estimator"), {"k1": "k1", "k3": "k3"}), "apply_to": "reward"}
+    t.put("algorithm.kl", {**kl, "coefficient": t.number("kl_coef"), "target": None}, "kl_coef", "kl_estimator")
+    value = {"type": "clipped", "coefficient": t.number("vf_coef"), "clip": t.number("cliprange_value")}
+    t.put("algorithm.value", value, "vf_coef", "cliprange_value")
+    _prompts(t)
+    t.put("rollout.prompts_per_step", batch, *names)
+    t.put("rollout.completions_per_prompt", 1)
+    t.move({"rollout.max_completion_tokens": ("response_length", int), "rollout.temperature": ("temperature", float)})
+    t.put("eval.temperature", t.number("temperature"), "temperature")
+    if t("stop_token_id") is not None:
+        t.put("rollout.stop_token_ids", [t.integer("stop_token_id")], "stop_token_id")
+    elif t.choice("stop_token", t("stop_token"), {None: False, "eos": True}) is False:
+        t.differ("end of a completion (no stop_token)", "always response_length tokens", "the end-of-sequence token")
+    t.put("train.rows_per_update", batch, *names, "num_mini_batches")
+    t.put("train.rows_per_micro_batch", each, names[0])
+    t.put("train.epochs_per_step", t.count("num_ppo_epochs"), "num_ppo_epochs")
+    t.put("critic.learning_rate", t.number("learning_rate"), "learning_rate")
+    put_steps(t, t.count("num_ppo_epochs"))
+    if t("total_episodes") is not None:
+        t.put("train.steps", -(-t.count("total_episodes") // batch), "total_episodes")
+        t.put("train.total_epochs", None)
+    t.name_of(["total_episodes", "local_batch_size", "micro_batch_size", "batch_size", "mini_batch_size",
+               "local_mini_batch_size", "num_total_batches"])  # fmt: skip  # which TRL computes
+    t.put("train.max_grad_norm", NO_CLIP, "max_grad_norm", because="TRL's PPO does not clip gradients")
+    t.differ("means over tokens", "over those of a forward pass", "over those of the optimizer step")
+    t.differ("learning rate within a step", "constant", "set at each optimizer step")
+
+
+def translate_gkd(t: Translation, processes: int) -> None:
+    """Translate the arguments of GKD on the student's own samples."""
+    if t.number("lmbda") != 1:
+        raise t.refuse("lmbda", t("lmbda"), "all completions are the student's own here: set lmbda=1")
+    t.refuse_set({"seq_kd": "all completions are the student's own here"})
+    t.put("data.max_prompt_tokens", max(1, t.count("max_length") - t.count("max_new_tokens")), "max_length")
+    t.put("rollout.max_completion_tokens", t.count("max_new_tokens"), "max_new_tokens")
+    if t.number("temperature") != 1:
+        t.differ("temperature of the distributions", "1", f"that of sampling, {t.number('temperature'):g}")
+    _distil(t, processes)
+
+
+def translate_distillation(t: Translation, processes: int) -> None:
+    """Translate the arguments of distillation on the student's own samples."""
+    _prompts(t)
+    t.move({"rollout.max_completion_tokens": ("max_completion_length", int), "rollout.top_p": ("top_p", float)})
+    t.move({"rollout.top_k": ("top_k", lambda k: max(0, int(k)))})
+    _sampling(t)
+    t.name_of(["generation_batch_size"])  # has to be that of the other sizes
+    _distil(t, processes)
+
+
+def _distil(t: Translation, processes: int) -> None:
+    each, accumulated = t.count("per_device_train_batch_size"), t.count("gradient_accumulation_steps")
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    rows, group = each * processes * accumulated, t.count("num_generations") if t("num_generations") else 1
+    if rows % group:
+        raise BatchSizeError(f"{t.named('num_generations')}={group} does not divide {rows} completions of a step")
+    t.put("algorithm.name", "gkd")
+    t.put("algorithm.distillation", {"coefficient": 1.0, "beta": t.number("beta")}, "beta")
+    t.put("rollout.prompts_per_step", rows // group, *names)
+    t.put("rollout.completions_per_prompt", group, "num_generations")
+    for key in ("rollout.temperature", "eval.temperature"):
+        t.put(key, t.number("temperature"), "temperature")
+    t.put("train.rows_per_micro_batch", each, names[0])
+    t.put("data.answer_field", None)
+    t.put_engine("use_vllm") if t.flag("use_vllm") else t.put("rollout.engine", "auto", "use_vllm")
+    put_steps(t, updates=1)
+
+
+def _prompts(t: Translation) -> None:
+    t.put("data.max_prompt_tokens", 512)
+    t.differ("longest prompt", "no limit", "512 tokens (data.max_prompt_tokens); longer ones are dropped and counted")
+    t.put("data.answer_field", None)
+    t.put("data.shuffle", True)
 
 
 def translate_reward(t: Translation, processes: int) -> None:
@@ -426,6 +567,8 @@ def _lengths(t: Translation, overlong: str) -> None:
     t.put("train.max_row_tokens", length, given, "truncation_mode")
     if overlong == "dropped":
         t.differ(f"rows over {length} tokens", "dropped", "truncated")
+    if (longest := t("max_completion_length")) is not None:  # of DPO and KTO before TRL 0.29
+        t.differ("completions over max_completion_length", f"truncated to {longest} tokens", "only rows are truncated")
     t.put("data.max_prompt_tokens", length - 1, given)  # of a longer prompt nothing is left to train on
     if t("max_prompt_length") is not None:
         t.put(
@@ -515,6 +658,9 @@ TRAINERS: Mapping[str, Trainer] = {
     "reward": Trainer("Reward", REWARD_DEFAULTS, translate_reward, frozenset({
         "center_rewards_coefficient",
     })),
+    "ppo": Trainer("PPO", PPO_DEFAULTS, translate_ppo, frozenset(), samples=True),
+    "gkd": Trainer("GKD", GKD_DEFAULTS, translate_gkd, frozenset(), samples=True),
+    "distillation": Trainer("Distillation", DISTILLATION_DEFAULTS, translate_distillation, frozenset(), samples=True),
 }  # fmt: skip
 PROGRAM = r"(^|/)trl$|^trl\.|\.py$"
 OWN = r"(?:.*/)?trl/scripts/(\w+)\.py|trl\.scripts\.(\w+)|(?:.*/)?examples/scripts/(sft|dpo)\.py"

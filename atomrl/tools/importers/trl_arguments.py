@@ -37,7 +37,8 @@ WITHOUT_MEANING: Mapping[str, str] = {
         log_on_each_node disable_tqdm include_num_input_tokens_seen include_tokens_per_second project trackio_space_id
         trackio_bucket_id trackio_static_space_id skip_memory_metrics debug"""),
     **_of(COMPLETIONS, """
-        log_completions num_completions_to_print log_unique_prompts wandb_log_unique_prompts log_multimodal"""),
+        log_completions num_completions_to_print log_unique_prompts wandb_log_unique_prompts log_multimodal
+        log_completions_steps num_sample_generations generate_during_eval"""),
     **_of(LOADING, """
         dataset_num_proc dataset_kwargs dataset_streaming dataloader_drop_last dataloader_num_workers
         dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor dataloader_in_order
@@ -48,7 +49,8 @@ WITHOUT_MEANING: Mapping[str, str] = {
         attn_implementation torch_empty_cache_steps gradient_checkpointing_kwargs use_cache low_cpu_mem_usage device_map
         jit_mode_eval cache_implementation auto_find_batch_size use_transformers_continuous_batching
         bnb_4bit_quant_storage
-        bnb_4bit_compute_dtype transformers_continuous_batching_config use_transformers_paged full_determinism"""),
+        bnb_4bit_compute_dtype transformers_continuous_batching_config use_transformers_paged full_determinism
+        local_rollout_forward_batch_size"""),
     **_of(SHARDS, """
         ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout fsdp
         fsdp_config fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap deepspeed accelerator_config
@@ -60,7 +62,7 @@ WITHOUT_MEANING: Mapping[str, str] = {
         vllm_tensor_parallel_size vllm_max_model_length vllm_enable_sleep_mode"""),
     **_of(UPLOAD, """
         push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
-        log_completions_hub_repo"""),
+        log_completions_hub_repo hub_model_revision overwrite_hub_revision push_to_hub_revision"""),
     **_of(SAVING, """
         save_only_model save_on_each_node save_safetensors overwrite_output_dir enable_jit_checkpoint
         restore_callback_states_from_checkpoint"""),
@@ -70,7 +72,7 @@ WITHOUT_MEANING: Mapping[str, str] = {
         fp16_full_eval eval_packing"""),
     **_of(REFERENCE, "ref_model_mixup_alpha ref_model_sync_steps"),
     **_of(ENTROPY, "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target"),
-    **_of(PADDING, "pad_token pad_to_multiple_of padding_free packing_strategy pad_token_id"),
+    **_of(PADDING, "pad_token pad_to_multiple_of padding_free pad_token_id padding_value"),
     **_of("for loss_type=vespo, which is off", "vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg"),
     **_of("the reference's log-probs are computed in each step, with the same values",
           "precompute_ref_log_probs precompute_ref_batch_size"),
@@ -102,7 +104,6 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "vllm_sampling_params": ((None,), "set temperature, top_p, top_k and generation_kwargs; there is no min_p"),
     "use_adaptive_entropy": ((None, False), "the coefficient of the entropy is constant here"),
     "sync_ref_model": ((None, False), "the reference model is fixed here"),
-    "use_bias_correction_kl": ((None, False), "algorithm.kl.k2_gradient corrects the same bias in another way"),
     "neftune_noise_alpha": ((None, 0, 0.0), "noise on embeddings is not supported"),
     "label_smoothing_factor": ((None, 0, 0.0), "label smoothing is not supported"),
     "optim_args": ((None,), "AdamW is set by train.adam_*"),
@@ -116,6 +117,11 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "alpha_pattern": ((None, {}), "all adapters have the same scale"),
     "init_lora_weights": ((None, True), "adapters are initialized to zero"),
     "bnb_4bit_quant_type": ((None, "nf4"), "4 bits are nf4 here"),
+    "is_encoder_decoder": ((None, False), "models are decoders"),
+    "model_adapter_name": ((None,), "a model has one adapter, which is trained"),
+    "ref_adapter_name": ((None,), "the reference is the model without its adapter"),
+    "vllm_sync_frequency": ((None, 1), "the engine gets the weights of every step"),
+    "teacher_model_revision": ((None, "main"), "download that revision and give its folder"),
     "model_revision": ((None, "main"), "download that revision and set model.path to its folder"),
     "revision": ((None, "main"), "download that revision and set model.path to its folder"),
 }
@@ -141,8 +147,12 @@ CORRECTIONS = {
 }
 
 
-def translate_objective(t: Translation) -> None:
-    """Translate GRPO's objective: the section `algorithm`."""
+def translate_objective(t: Translation, updates: int) -> None:
+    """Translate GRPO's objective: the section `algorithm`.
+
+    Args:
+        updates: optimizer steps on the completions of a generation.
+    """
     loss = t("loss_type")
     kind = t.choice("loss_type", loss, AGGREGATIONS)
     t.put("algorithm.name", "grpo")
@@ -182,8 +192,15 @@ def translate_objective(t: Translation) -> None:
     t.put("algorithm.loss_agg", {"type": kind, **length}, "loss_type")
     if loss == "bnpo":
         t.differ("loss normalisation", "by the tokens of a forward pass", "by the tokens of the optimizer step")
-    beta = {"type": "k3", "coefficient": t.number("beta"), "apply_to": "loss", "k2_gradient": False, "target": None}
-    t.put("algorithm.kl", beta, "beta")
+    corrected = t.flag("use_bias_correction_kl")
+    beta = {"type": "k3", "coefficient": t.number("beta"), "apply_to": "loss", "k2_gradient": corrected, "target": None}
+    t.put("algorithm.kl", beta, "beta", "use_bias_correction_kl")
+    if corrected and beta["coefficient"] and updates > 1:
+        t.differ(
+            "gradient of the KL after the first update of a generation (use_bias_correction_kl)",
+            "times the importance ratio",
+            "without it",
+        )
     if t.flag("mask_truncated_completions"):
         t.put("algorithm.shaping.mask_truncated", True, "mask_truncated_completions")
     _rollout_correction(t)

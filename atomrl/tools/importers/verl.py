@@ -12,7 +12,16 @@ from atomrl.common.errors import nearest
 from atomrl.config import ConfigError
 from atomrl.tools.importers import verl_sft
 from atomrl.tools.importers.sources import Settings, read_hydra
-from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation, misspelt, put_gpus, same
+from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation, misspelt, put_gpus
+from atomrl.tools.importers.verl_sft import (
+    OFFLOADED,
+    OPTIMIZERS,
+    put_adapters,
+    put_optimizer,
+    put_precision,
+    put_trackers,
+    put_warmup,
+)
 
 # --------------------------------------------------------------------------------------------------------------------
 # verl's objective: advantage, policy loss, KL and correction of rollouts, on the axes of an algorithm.
@@ -78,9 +87,12 @@ def _advantage(t: Translation) -> None:
         t.put("algorithm.value", {"type": "clipped", "coefficient": 1.0, "clip": clip}, "critic.cliprange_value")
     t.put("algorithm.name", "ppo" if kind == "gae" else "grpo")
     t.put("algorithm.advantage", advantage, *names)
+    metric = "algorithm.filter_groups.metric"
+    t.name_of([metric])
     if t.flag("algorithm.filter_groups.enable"):
-        t.name_of(["algorithm.filter_groups.metric"])
-        t.put("algorithm.group_filter", "mixed_outcomes", "algorithm.filter_groups.enable")
+        t.put("algorithm.group_filter", "mixed_outcomes", "algorithm.filter_groups.enable", metric)
+        if t(metric) in ("seq_reward", "seq_final_reward"):
+            t.differ("groups are compared by", f"{t(metric)}, with penalties", "the reward before penalties")
     t.put("algorithm.entropy.coefficient", t.number(A + "entropy_coeff"), A + "entropy_coeff")
 
 
@@ -418,7 +430,6 @@ MOVES: Moves = {
     "train.adam_beta1": (A + "optim.betas", lambda betas: float(betas[0])),
     "train.adam_beta2": (A + "optim.betas", lambda betas: float(betas[1])),
     "train.max_grad_norm": ((A + "optim.clip_grad", A + "grad_clip"), float),
-    "train.min_lr_ratio": (A + "optim.min_lr_ratio", float),
     "eval.samples_per_prompt": (R + "val_kwargs.n", int),
     "eval.top_p": (R + "val_kwargs.top_p", float),
     "eval.top_k": (R + "val_kwargs.top_k", _at_least_zero),
@@ -450,8 +461,8 @@ REASONS = {
         A + "use_torch_compile", A + "entropy_from_logits_with_chunking", A + "entropy_checkpointing",
         "critic.model.use_remove_padding", "critic.model.enable_gradient_checkpointing", A + "use_fused_kernels",
         "actor_rollout_ref.ref.use_torch_compile",
-        "actor_rollout_ref.ref.entropy_", M + "enable_activation_offload", M + "override_config.",
-        "critic.model.enable_activation_offload", A + "use_remove_padding", A + "use_prefix_grouper",
+        "actor_rollout_ref.ref.entropy_", M + "enable_activation_offload", "critic.model.enable_activation_offload",
+        A + "use_remove_padding", A + "use_prefix_grouper",
     ), KERNEL),
     **dict.fromkeys((R + part for part in (
         "mode", "tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size",
@@ -476,7 +487,7 @@ REASONS = {
         "actor_rollout_ref.hybrid_engine", "reward_model.launch_reward_fn_async", "trainer.num_cpus",
     ), "how verl's processes communicate"),
     **dict.fromkeys((
-        "trainer.log_val_generations", "trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.val_only",
+        "trainer.log_val_generations", "trainer.rollout_data_dir", "trainer.validation_data_dir",
     ), "completions of each step and evaluation are in the run's folder: atomrl rollouts"),
     **dict.fromkeys((
         "trainer.resume_mode", "trainer.resume_from_path", "trainer.default_hdfs_dir", "trainer.esi_redundant_time",
@@ -489,8 +500,14 @@ REASONS = {
         "critic.profiler.", R + "trace.", "reward_model.profiler.",
     ), "nothing is profiled"),
     **dict.fromkeys(("model_engine", A + "model_engine", A + "engine.", "hydra."), SHARDS),
+    **{f"{place}{key}": SHARDS for place in (A, "critic.") for key in OFFLOADED},
     **dict.fromkeys((
-        A + "optim.override_optimizer_config.", "critic.optim.override_optimizer_config.", R + "prometheus.",
+        f"{place}override_config.{key}" for place in (M, "critic.model.") for key in (
+            "attn_implementation", "attention_dropout", "embd_pdrop", "resid_pdrop",
+        )
+    ), "an implementation choice; a model's dropout is off, in both"),
+    **dict.fromkeys((
+        R + "prometheus.",
         R + "moe_tensor_parallel_size", A + "pad_to_length", "reward_model.model.use_remove_padding",
         M + "mtp.", M + "lora.merge",
     ), KERNEL),
@@ -504,9 +521,10 @@ REASONS = {
     A + "shuffle": "the seed sets which rows of a step go into which update",
     A + "data_loader_seed": "seed determines all sampling",
     A + "calculate_entropy": "the entropy is logged: train.report_entropy",
-    "reward_model.reward_manager": "rewards are called according to their signature (docs/guides/rewards.md)",
     "reward.reward_manager.": "rewards are called according to their signature (docs/guides/rewards.md)",
     "reward.num_workers": "reward.workers",
+    "reward_model.num_workers": "reward.workers",
+    "algorithm.filter_groups.max_num_gen_batches": "a limit after which verl ends the run with an error",
     "trainer.nnodes": "the first line says how GPUs are used",
     "trainer.n_gpus_per_node": "the first line says how GPUs are used",
 }  # fmt: skip
@@ -524,11 +542,21 @@ REFUSED = {
     M + "mtp.enable": "heads for several tokens are not trained",
     M + "lora_adapter_path": "merge the adapters first",
     "algorithm.use_pf_ppo": "completions are not resampled by their reward",
+    "trainer.val_only": "nothing is trained: atomrl eval evaluates",
+    R + "ignore_eos": "completions end with the end-of-sequence token",
+    R + "enable_rollout_routing_replay": "the experts of a token are chosen anew in each pass",
+    **dict.fromkeys((A + "qat.enable", A + "fsdp_config.qat.enable"), "weights are not quantized in training"),
+    **{f"{A}megatron.override_transformer_config.{key}": "the loss is that of the algorithm alone" for key in (
+        "moe_aux_loss_coeff", "moe_z_loss_coeff",
+    )},
+    **{f"{A}megatron.override_transformer_config.{key}": "a model's dropout is always off" for key in (
+        "attention_dropout", "hidden_dropout",
+    )},
 }  # fmt: skip
 SECTIONS = {
     "actor_rollout_ref", "critic", "data", "algorithm", "trainer", "reward_model", "reward", "custom_reward_function",
     "ray_kwargs", "ray_init", "global_profiler", "transfer_queue", "distillation", "model_engine", "global_tool_config",
-    "hydra", "async_training", "defaults", "switch", "retriever",
+    "optim", "model", "engine", "checkpoint", "profiler", "hydra", "async_training", "defaults", "switch", "retriever",
 }  # fmt: skip
 OWN_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine")
 """verl's own configs, whose defaults are known; those of Megatron train the same."""
@@ -567,10 +595,15 @@ def _policy(path: Path, flags: Settings) -> Translation:
     searches = bool({"max_turns", "do_search", "retriever.url"} & flags.keys())
     old = searches or _is_old(flags)
     defaults = DEFAULTS | (OLD_DEFAULTS if old else {}) | (SEARCH_DEFAULTS if searches else {})
+    defaults |= {f"{A}optim.{key}": value for key, value in OPTIMIZERS.get(flags.get("model_engine", ""), {}).items()}
     t = Translation("verl", flags, defaults, path)
     t.version = OLD if old else VERSION
     t.reasons = REASONS
     t.refuse_set(REFUSED)
+    if t(A + "router_replay.mode") not in (None, "disabled"):
+        raise t.refuse(
+            A + "router_replay.mode", t(A + "router_replay.mode"), REFUSED[R + "enable_rollout_routing_replay"]
+        )
     for name in flags:
         if name.startswith(R + "multi_turn.") and name not in REFUSED:
             t.leave(name, "for multi_turn.enable, which is off")
@@ -585,7 +618,7 @@ def _policy(path: Path, flags: Settings) -> Translation:
     _reward(t, searches)
     if searches:
         _search(t)
-    put_verl_trackers(t, "trainer.max_actor_ckpt_to_keep")
+    put_trackers(t, "trainer.max_actor_ckpt_to_keep")
     _differences(t)
     return t
 
@@ -680,7 +713,11 @@ def _differences(t: Translation) -> None:
         )
     if t("algorithm.adv_estimator") == "gae":
         ours = f"those of train (weight_decay {t.number(A + 'optim.weight_decay'):g}, its schedule)"
-        theirs = f"separate: critic.optim.weight_decay={t.number('critic.optim.weight_decay'):g}, a constant rate"
+        warm = "critic.optim.lr_warmup_steps_ratio"
+        theirs = (
+            f"separate: critic.optim.weight_decay={t.number('critic.optim.weight_decay'):g}, a constant rate after "
+            f"{warm}={t(warm) or 0}"
+        )
         t.differ("the critic's optimizer, except its learning rate", theirs, ours)
         if warmup := t.integer("trainer.critic_warmup"):
             t.differ(
@@ -689,6 +726,8 @@ def _differences(t: Translation) -> None:
                 "policy and critic from the first step",
             )
     t.name_of(["trainer.critic_warmup", "critic.optim.weight_decay", "critic.optim.lr_warmup_steps_ratio"])
+    if t.version == OLD:
+        t.differ("mean of the loss", "over a forward pass, then over passes", "over the tokens of an optimizer step")
     if t.tree["train"].get("steps") is None:
         t.differ("end of an epoch", "rows that do not fill a batch are dropped", "they come first in the next epoch")
     t.differ("random draws", "its own generators", "the same seed gives another order of rows and other completions")
@@ -733,22 +772,10 @@ def _updates(t: Translation) -> None:
         t.put("train.steps", steps, "trainer.total_training_steps")
     else:
         t.put("train.total_epochs", t.number("trainer.total_epochs"), "trainer.total_epochs")
-    schedule = t(A + "optim.warmup_style", A + "optim.lr_scheduler_type")
-    t.put(
-        "train.schedule",
-        t.choice("lr_scheduler_type", schedule, {"constant": "constant", "cosine": "cosine"}),
-        A + "optim.warmup_style",
-        A + "optim.lr_scheduler_type",
-    )
-    warmup = -1 if t(A + "optim.lr_warmup_steps") is None else t.integer(A + "optim.lr_warmup_steps")
-    if warmup >= 0:  # else the share counts
-        ratio = min(1.0, warmup / steps) if steps else 0.0
-        why = (
-            "of trainer.total_training_steps"
-            if steps
-            else "a fraction of all updates here; set it when their number is known"
-        )
-        t.put("train.warmup_ratio", round(ratio, 6), A + "optim.lr_warmup_steps", because=why if warmup else "")
+    put_optimizer(t, A + "optim.")
+    warmup = t(A + "optim.lr_warmup_steps")
+    if warmup is not None and t.integer(A + "optim.lr_warmup_steps") > 0:  # else the share counts
+        put_warmup(t, A + "optim.lr_warmup_steps", steps)
     else:
         t.put("train.warmup_ratio", t.number(A + "optim.lr_warmup_steps_ratio"), A + "optim.lr_warmup_steps_ratio")
     temperature = t.number(R + "val_kwargs.temperature") if t.flag(R + "val_kwargs.do_sample") else 0.0
@@ -756,16 +783,12 @@ def _updates(t: Translation) -> None:
 
 
 def _model(t: Translation) -> None:
-    t.put("model.dtype", "bfloat16")  # autocast over float32 weights, in both
-    rank, alpha, modules = (
-        str(t.name_of([M + new, M + old]))  # of Megatron, and of FSDP
-        for new, old in (
-            ("lora.rank", "lora_rank"), ("lora.alpha", "lora_alpha"), ("lora.target_modules", "target_modules"),
-        )
-    )  # fmt: skip
-    if t.integer(rank):
-        for key, name, make in (("rank", rank, int), ("alpha", alpha, float), ("target_modules", modules, same)):
-            t.put(f"model.lora.{key}", make(t(name)), name)
+    put_precision(t, A + "fsdp_config.", A + "megatron.")
+    if t.is_set(A + "megatron.override_transformer_config.fp8"):
+        t.differ("precision of matrix products", "8 bits (override_transformer_config.fp8)", "bfloat16")
+    if (enabled := t("critic.enable")) is not None and enabled != (t("algorithm.adv_estimator") == "gae"):
+        raise t.refuse("critic.enable", enabled, "gae has a critic, other estimators have none")
+    put_adapters(t, M)
     t.leave(M + "trust_remote_code", "code of a model runs only if you set model.trust_remote_code yourself")
     t.put_engine(R + "name", engine=str(t(R + "name") or "vLLM"))
     if (batch := t("data.gen_batch_size")) is not None and batch != t("data.train_batch_size"):
@@ -784,7 +807,9 @@ def _reward(t: Translation, searches: bool) -> None:
         functions.append({"function": f"{path}:{name}", **({"args": args} if args else {})})
     # A reward model is added to a custom function.
     model = t("reward.reward_model.model_path", "reward_model.model.path")
-    if t.flag("reward_model.enable", "reward.reward_model.enable") and model:
+    if t.flag("reward_model.enable", "reward.reward_model.enable"):
+        if not model:
+            raise ConfigError(f"{t.path}: reward_model.enable is on, and no key gives the reward model's path")
         functions.append({"function": "reward_model", "args": {"path": str(model)}})
     if searches:
         t.put("reward.functions", ["search_r1_em"])
@@ -820,7 +845,18 @@ def _reward(t: Translation, searches: bool) -> None:
         if math:
             theirs = "1 if the last box equals the ground truth as normalized text"
             t.differ(f"reward of {MATH[0]}", theirs, "boxed: 1 if it is equal according to math-verify")
+    _reward_manager(t)
     _overlong(t)
+
+
+def _reward_manager(t: Translation) -> None:
+    """Leave a manager to the user that computes rewards in its own way."""
+    name = t.name_of(["reward_model.reward_manager", "reward.reward_manager.name"])
+    module = t("reward.reward_manager.module.path")
+    if module or (name and t(name) not in (None, "naive", "dapo", "prime", "batch")):
+        t.to_do.append(
+            f"{name or 'reward.reward_manager.module.path'}={t(name) if name else module}: rewards are functions"
+        )
 
 
 def _overlong(t: Translation) -> None:
@@ -831,27 +867,20 @@ def _overlong(t: Translation) -> None:
     )
     if not t.flag(*(place + "enable" for place in places)):
         t.name_of([place + key for place in places for key in ("len", "penalty_factor", "log")])
+        t.name_of([f"{place}.reward_kwargs.max_resp_len" for place in ("reward_model", "reward")])
         return
     length, factor = (t.name_of([place + key for place in places]) for key in ("len", "penalty_factor"))
+    limits = [f"{place}.reward_kwargs.max_resp_len" for place in ("reward_model", "reward")]
+    limit = t.name_of(limits)
     t.put(
         "algorithm.shaping",
         {
             "soft_overlong": True,
+            **({"max_completion_tokens": t.count(limit)} if limit and t(limit) is not None else {}),
             "overlong_buffer_tokens": t.count(length or places[0] + "len"),
             "overlong_penalty": 1.0 if factor is None else t.number(factor),
         },
         *(place + key for place in places for key in ("enable", "len", "penalty_factor")),
+        *limits,
     )
-    t.name_of([place + "log" for place in places] + ["reward_model.reward_kwargs.max_resp_len"])
-
-
-def put_verl_trackers(t: Translation, keep: str) -> None:
-    """Translate `trainer.logger`, given the key that limits the number of checkpoints."""
-    loggers = t("trainer.logger")
-    loggers = [loggers] if isinstance(loggers, str) else list(loggers or [])
-    known = [name for name in loggers if name in ("wandb", "tensorboard", "mlflow", "trackio")]
-    t.put("tracking.sinks", known, "trainer.logger")
-    if unknown := [name for name in loggers if name not in (*known, "console")]:
-        t.approximate(f"trainer.logger: {', '.join(unknown)} has no counterpart; metrics.jsonl has every step")
-    if not t.is_set(keep):
-        t.approximate(f"{keep}=null keeps all checkpoints; here checkpoint.keep is 2")
+    t.name_of([place + "log" for place in places])

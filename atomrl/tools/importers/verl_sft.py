@@ -2,7 +2,7 @@
 `sft_trainer`, whose rows are messages.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,21 @@ OF_ENGINE: Settings = {
     "optim.lr": 1e-3, "optim.betas": [0.9, 0.999], "optim.lr_warmup_steps_ratio": 0.0,
     "optim.lr_scheduler_type": "constant",
     "optim.min_lr_ratio": 0.0, "data.use_dynamic_bsz": True, "data.max_token_len_per_gpu": 8192,
-    "model.path": "~/models/deepseek-llm-7b-chat",
+    "model.path": "~/models/deepseek-llm-7b-chat", "trainer.n_gpus_per_node": 1,
 }  # fmt: skip
+OPTIMIZERS: Mapping[str, Settings] = {
+    "veomni": {"lr_scheduler_type": "cosine"},
+    "automodel": {"lr_scheduler_type": "cosine", "lr": 1e-5, "min_lr_ratio": 0.01, "init_lr_ratio": 0.1},
+    "torchtitan": {"lr_scheduler_type": "linear"},
+}
+"""Defaults of the optimizers of back ends other than FSDP and Megatron."""
+
+
+OFFLOADED = tuple(f"optim.override_optimizer_config.{key}" for key in (
+    "optimizer_offload_fraction", "offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "optimizer_cpu_offload",
+    "use_precision_aware_optimizer",
+))  # fmt: skip
+"""Keys that place an optimizer's state, which change no numbers."""
 
 
 def _at_least_zero(value: Any) -> int:
@@ -71,8 +84,6 @@ MOVES: Moves = {
     "train.adam_beta1": ("optim.betas", lambda betas: float(betas[0])),
     "train.adam_beta2": ("optim.betas", lambda betas: float(betas[1])),
     "train.max_grad_norm": ("optim.clip_grad", float),
-    "train.min_lr_ratio": ("optim.min_lr_ratio", float),
-    "train.warmup_ratio": (("optim.lr_warmup_steps_ratio", "optim.warmup_steps_ratio"), float),
     "eval.every_steps": ("trainer.test_freq", _at_least_zero),
     "checkpoint.every_steps": ("trainer.save_freq", _at_least_zero),
     "checkpoint.keep": ("trainer.max_ckpt_to_keep", int),
@@ -83,7 +94,7 @@ KERNEL = "an implementation choice; AtomRL has its own kernels"
 REASONS = {
     **dict.fromkeys((
         "engine", "engine.", "model.fsdp_config.", "model.strategy", "ulysses_sequence_parallel_size", "backend",
-        "data.balance_dp_token", "trainer.n_gpus_per_node", "trainer.nnodes",
+        "data.balance_dp_token", *OFFLOADED, "trainer.n_gpus_per_node", "trainer.nnodes",
     ), SHARDS),
     **dict.fromkeys((
         "use_remove_padding", "model.use_remove_padding", "model.use_liger", "model.use_shm", "data.use_shm",
@@ -111,7 +122,9 @@ REFUSED = {
 def translate(path: Path, flags: Settings) -> Translation:
     """Translate the keys of an SFT script or YAML file of verl."""
     old = "model.partial_pretrain" in flags
-    t = Translation("verl", flags, DEFAULTS | (OF_FSDP if old else OF_ENGINE), path)
+    optimizer = OPTIMIZERS.get(str(flags.get("optim", flags.get("engine"))), {})
+    of_engine = OF_ENGINE | {f"optim.{key}": value for key, value in optimizer.items()}
+    t = Translation("verl", flags, DEFAULTS | (OF_FSDP if old else of_engine), path)
     t.version = VERSION
     t.reasons = REASONS
     t.refuse_set(REFUSED)
@@ -122,16 +135,16 @@ def translate(path: Path, flags: Settings) -> Translation:
     except ConfigError as error:  # an environment variable
         t.approximate(f"the number of GPUs is known only to the shell: {error}")
     t.move(MOVES)
-    t.put("model.dtype", "bfloat16")
+    put_precision(t, "engine.", "model.fsdp_config.")
     t.put("data.shuffle", True)
     t.put("data.answer_field", None)
     t.put("data.max_prompt_tokens", t.count("data.max_length") - 1, "data.max_length")
     _rows(t, old)
     _passes(t)
-    _schedule(t)
+    put_optimizer(t, "optim.")
     _adapters(t)
     t.chat_template_kwargs("data.apply_chat_template_kwargs")
-    _trackers(t)
+    put_trackers(t, "trainer.max_ckpt_to_keep")
     t.differ(
         "mean of the loss",
         "over a forward pass, then over passes" if old else "over the tokens of the batch",
@@ -187,27 +200,103 @@ def _passes(t: Translation) -> None:
         t.name_of(["trainer.total_epochs"])
     else:
         t.put("train.total_epochs", t.number("trainer.total_epochs"), "trainer.total_epochs")
-
-
-def _schedule(t: Translation) -> None:
-    names = ("optim.lr_scheduler", "optim.lr_scheduler_type", "optim.warmup_style")
-    t.put("train.schedule", t.choice("lr_scheduler", t(*names), {"cosine": "cosine", "constant": "constant"}), *names)
-    if t("optim.lr_warmup_steps") not in (None, -1):
-        raise t.refuse("optim.lr_warmup_steps", t("optim.lr_warmup_steps"), "give the ratio: lr_warmup_steps_ratio")
+    warmup, ratios = t("optim.lr_warmup_steps"), ("optim.lr_warmup_steps_ratio", "optim.warmup_steps_ratio")
+    t.name_of(ratios)
+    if warmup is not None and t.integer("optim.lr_warmup_steps") > 0:
+        steps = t("trainer.total_training_steps")
+        put_warmup(t, "optim.lr_warmup_steps", None if steps is None else t.count("trainer.total_training_steps"))
+    else:
+        t.put("train.warmup_ratio", t.number(str(t.name_of(ratios))), *ratios)
 
 
 def _adapters(t: Translation) -> None:
-    names = ("lora_rank", "lora_alpha", "target_modules")
-    t.name_of([f"model.{name}" for name in names])
+    """Set LoRA: the keys of FSDP, or Megatron's in `model.lora`."""
     t.leave("model.trust_remote_code", "code of a model runs only if you set model.trust_remote_code yourself")
-    if t.integer("model.lora_rank"):
+    put_adapters(t, "model.")
+
+
+def put_adapters(t: Translation, place: str) -> None:
+    """Set LoRA from the keys of FSDP or of Megatron.
+
+    Args:
+        place: prefix of the model's keys.
+    """
+    names = (("lora.rank", "lora_rank"), ("lora.alpha", "lora_alpha"), ("lora.target_modules", "target_modules"))
+    rank, alpha, modules = (str(t.name_of([place + new, place + old])) for new, old in names)
+    if (method := t(f"{place}lora.lora_A_init_method")) is not None:
+        t.choice(f"{place}lora.lora_A_init_method", method, {"kaiming": "kaiming"})
+    if t.integer(rank):
         makers: tuple[Callable[[Any], Any], ...] = (int, float, same)
-        for key, name, make in zip(("rank", "alpha", "target_modules"), names, makers, strict=True):
-            t.put(f"model.lora.{key}", make(t(f"model.{name}")), f"model.{name}")
+        for key, name, make in zip(("rank", "alpha", "target_modules"), (rank, alpha, modules), makers, strict=True):
+            t.put(f"model.lora.{key}", make(t(name)), name)
 
 
-def _trackers(t: Translation) -> None:
+def put_optimizer(t: Translation, place: str) -> None:
+    """Set the schedule, and check the optimizer. Each back end has names of its own for them.
+
+    Args:
+        place: prefix of the optimizer's keys.
+    """
+    kinds = dict.fromkeys(("AdamW", "adamw", "Adam", "adam", "FusedAdam"))
+    t.choice(f"{place}optimizer", t(f"{place}optimizer") or "AdamW", kinds)
+    styles = ("warmup_style", "lr_scheduler", "lr_scheduler_type", "lr_decay_style", "decay_type")
+    names = [place + name for name in styles]
+    schedules = ("constant", "cosine", "linear") if t.is_set(*names[3:]) else ("constant", "cosine")
+    t.put("train.schedule", t.choice("lr_scheduler_type", t(*names), {one: one for one in schedules}), *names)
+    rates, ratios = [f"{place}min_lr", f"{place}lr_min"], [f"{place}min_lr_ratio", f"{place}min_lr_factor"]
+    t.name_of([*rates, *ratios])
+    if t.is_set(*rates):
+        name = str(t.name_of(rates))
+        t.put("train.min_lr_ratio", round(t.number(name) / t.number(f"{place}lr"), 9), name)
+    else:
+        t.put("train.min_lr_ratio", 0.0 if t(*ratios) is None else t.number(str(t.name_of(ratios))), *ratios)
+    for begin in (place + name for name in ("lr_warmup_init", "lr_start", "init_lr_ratio")):
+        if t(begin) is not None and t.number(begin):
+            t.differ("first learning rate of a warm-up", f"{begin}={t(begin)}", "the first part of the rise from 0")
+
+
+def put_warmup(t: Translation, name: str, steps: int | None) -> None:
+    """Set the warm-up from its number of steps, of `steps` in all; left to the user if that number is not known."""
+    updates = t.integer(name)
+    ratio = min(1.0, updates / steps) if steps else 0.0
+    t.put(
+        "train.warmup_ratio",
+        round(ratio, 6),
+        name,
+        because="of trainer.total_training_steps" if steps else "left to you",
+    )
+    if not steps:
+        t.to_do.append(
+            f"{name}={updates}: a warm-up is a fraction of all steps here: divide by their number, which atomrl train "
+            "--dry-run prints, and set train.warmup_ratio"
+        )
+
+
+def put_precision(t: Translation, *places: str) -> None:
+    """Set the precision of forward passes. The optimizer's weights are float32, whatever `model_dtype` says.
+
+    Args:
+        places: prefixes of the keys `dtype` and `model_dtype`.
+    """
+    name = t.name_of([f"{place}dtype" for place in places])
+    dtype = str(t(name) if name else "bfloat16")
+    names = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
+    if dtype in ("float16", "fp16"):
+        t.put("model.dtype", "auto", str(name))
+        t.differ("precision", "float16", "bfloat16, or float32 on a GPU without it: there is no float16")
+    else:
+        t.put("model.dtype", t.choice(str(name), dtype, names), str(name))
+    if names.get(str(t(*(f"{place}model_dtype" for place in places)))) == "bfloat16":
+        t.differ("weights that the optimizer updates", "bfloat16", "float32, computed in bfloat16")
+
+
+def put_trackers(t: Translation, keep: str) -> None:
+    """Translate `trainer.logger`, given the key that limits the number of checkpoints."""
     loggers = t("trainer.logger")
     loggers = [loggers] if isinstance(loggers, str) else list(loggers or [])
     known = [name for name in loggers if name in ("wandb", "tensorboard", "mlflow", "trackio")]
     t.put("tracking.sinks", known, "trainer.logger")
+    if unknown := [name for name in loggers if name not in (*known, "console")]:
+        t.approximate(f"trainer.logger: {', '.join(unknown)} has no counterpart; metrics.jsonl has every step")
+    if not t.is_set(keep):
+        t.approximate(f"{keep}=null keeps all checkpoints; here checkpoint.keep is 2")

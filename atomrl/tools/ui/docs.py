@@ -1,4 +1,6 @@
-"""The pages of `docs/`, which come with the package, parsed to trees from which the browser builds its elements.
+"""The pages of `docs/` in a checkout, parsed to trees from which the browser builds its elements.
+
+An installed package has none of them; requests then answer where they are.
 
 A tree is a text, or `[tag, attributes, children]`. Tags are those of `TAGS`; the only attributes are `href` (to another
 page or an http address) and the `id` of a heading or an anchor `<a id="...">`. Other HTML is dropped.
@@ -9,12 +11,13 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterator
-from importlib.resources import files
-from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Any
 
 from markdown_it import MarkdownIt
 from markdown_it.tree import SyntaxTreeNode
+
+import atomrl
 
 TAGS = {
     "paragraph": "p", "bullet_list": "ul", "ordered_list": "ol", "list_item": "li", "blockquote": "blockquote",
@@ -29,6 +32,8 @@ SECTIONS = ("", "start", "guides", "concepts", "reference", "development")
 """Folders in the order of the site; others come last."""
 GENERATED = "reference/api/"
 """Pages that the site's generator writes from docstrings; they are left out."""
+CHECKOUT = Path(atomrl.__file__).parents[1]
+ABSENT = "the installed package has no documentation: see docs/ in the repository of AtomRL"
 Tree = str | list[Any]
 
 
@@ -43,9 +48,11 @@ class Manual:
         ['h1', {'id': 'completions-are-cut-at-the-limit'}, ['Completions are cut at the limit']]
     """
 
-    def __init__(self) -> None:
-        pages = _pages(files("atomrl") / "docs")
-        self.pages = {name: page for name, page in pages if not name.startswith(GENERATED)}
+    def __init__(self, checkout: Path = CHECKOUT) -> None:
+        folder = checkout / "docs"
+        paths = folder.rglob("*.md") if (checkout / "mkdocs.yml").is_file() else ()
+        pages = {path.relative_to(folder).with_suffix("").as_posix(): path for path in paths}
+        self.pages = {name: path for name, path in pages.items() if not name.startswith(GENERATED)}
 
     def titles(self) -> dict[str, str]:
         """Return the title of each page, by name; a folder's pages follow its `README`."""
@@ -69,7 +76,7 @@ class Manual:
 
     def _text(self, name: str) -> str:
         if name not in self.pages:
-            raise LookupError("no such page")
+            raise LookupError("no such page" if self.pages else ABSENT)
         return self.pages[name].read_text(encoding="utf-8")
 
     def _children(self, node: SyntaxTreeNode, page: str) -> Iterator[Tree]:
@@ -129,11 +136,3 @@ def _order(name: str) -> tuple[int, str, bool, str]:
     folder, _, last = name.rpartition("/")
     section = folder.partition("/")[0]
     return SECTIONS.index(section) if section in SECTIONS else len(SECTIONS), folder, last != "README", last
-
-
-def _pages(folder: Traversable, before: str = "") -> Iterator[tuple[str, Traversable]]:
-    for item in folder.iterdir() if folder.is_dir() else ():
-        if item.is_dir():
-            yield from _pages(item, f"{before}{item.name}/")
-        elif item.name.endswith(".md"):
-            yield before + item.name.removesuffix(".md"), item

@@ -49,6 +49,7 @@ from atomrl.tracking.doctor.rules import (
     rollout_gap,
     skipped_updates,
     stale_weights,
+    without_idle_accuracy,
 )
 
 
@@ -276,12 +277,13 @@ class Doctor:
         if not check:
             return []
         new: list[Finding] = []
+        rows = without_idle_accuracy(self._rows)
         for rule in RULES:
             reported = {finding.id for finding in (*self.findings, *new)}
             if rule.id in reported or rule.explained_by & reported:
                 continue
             with suppress(NotLogged):
-                for symptom in rule.check(self._rows):
+                for symptom in rule.check(rows):
                     new.append(
                         Finding(
                             id=rule.id,

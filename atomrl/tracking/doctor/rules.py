@@ -120,6 +120,23 @@ GAP = "training/rollout_probs_diff_mean/staleness_0"
 """Mean probability gap of on-policy tokens. With older weights a gap is expected: it is the staleness."""
 
 
+def without_idle_accuracy(rows: MetricRows) -> MetricRows:
+    """Return the rows without `train/accuracy` if it is 0 in all of them although the first reward function paid: it
+    gives parts of a point, or has a scale on which 1.0 means nothing.
+
+    Example:
+        >>> without_idle_accuracy([{"reward/similarity/mean": 0.3, "train/accuracy": 0.0}])
+        [{'reward/similarity/mean': 0.3}]
+    """
+    if any(column(rows, "train/accuracy")) or not any(map(_first_part, rows)):
+        return rows
+    return [{name: value for name, value in row.items() if name != "train/accuracy"} for row in rows]
+
+
+def _first_part(row: Row) -> float | None:
+    return next((value for name, value in row.items() if name.startswith("reward/") and name.endswith("/mean")), None)
+
+
 def rows_with(rows: MetricRows, name: str = GAP) -> list[Row]:
     """Return the rows that have a metric."""
     return [row for row in rows if row.get(name) is not None]

@@ -186,8 +186,7 @@ def held_out_rewards(names: Iterable[str]) -> dict[str, str]:
 def newest_held_out(evaluations: MetricTable) -> tuple[str, dict[str, str]]:
     """Return ("accuracy", metrics by data source) of the newest evaluation, or ("reward", ...) if it has no accuracy.
 
-    Earlier evaluations may have an accuracy and the newest none: rewards of 0 only do not show that the reward is not
-    binary.
+    Runs of earlier versions may have an accuracy in their first evaluations only.
 
     Example:
         >>> table = MetricTable()

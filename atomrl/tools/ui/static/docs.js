@@ -1,4 +1,4 @@
-// The documentation pages that come with the package: trees of known tags, built without parsing HTML.
+// The documentation pages of a checkout: trees of known tags, built without parsing HTML.
 import { html, h, useState, useEffect, useGet, link, Failure, Loading, visible } from "./lib.js";
 import { t, inChinese } from "./i18n.js";
 
@@ -24,7 +24,7 @@ function Index() {
   const folders = [...new Set(pages.map(([name]) => name.split("/").slice(0, -1).join("/")))];
   return html`<h1>${t("manual")}</h1><p class="sub">${t("manual_hint")}${inChinese() ? ` ${t("manual_english")}` : ""}</p>
     <label><span class="hidden">${t("search")}</span><input type="search" placeholder=${t("search_pages")} value=${text} onInput=${(event) => setText(event.target.value)} /></label>
-    ${pages.length === 0 && html`<p class="empty">${t("nothing_found")}</p>`}
+    ${pages.length === 0 && html`<p class="empty">${t(found.pages.length ? "nothing_found" : "manual_absent")}</p>`}
     ${folders.map((folder) => html`<section key=${folder}><h2>${t(folder ? `manual_${folder}` : "manual_pages")}</h2><ul class="titles">
       ${pages.filter(([name]) => name.split("/").slice(0, -1).join("/") === folder).sort(([one, a], [other, b]) => Number(other.endsWith("README")) - Number(one.endsWith("README")) || a.localeCompare(b)).map(([name, title]) => html`<li><a href=${link(["docs", ...name.split("/")])}>${visible(title)}</a></li>`)}</ul></section>`)}`;
 }

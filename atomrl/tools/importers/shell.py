@@ -1,0 +1,572 @@
+"""Read the commands of a shell script, with the script's own variables expanded and its conditions decided, without a
+shell.
+"""
+
+import ast
+import operator
+import os
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from atomrl.config import ConfigError
+
+_EXPRESSION, _BRACED = r"[^()]*", r"[^{}]*"
+for _ in range(4):  # brackets within brackets
+    _EXPRESSION = rf"(?:[^()]|\({_EXPRESSION}\))*"
+    _BRACED = rf"(?:[^{{}}]|\$\{{{_BRACED}\}})*"
+_TOKEN = re.compile(
+    r"'[^']*'"
+    r'|"(?:\\.|[^"\\])*"'
+    r"|\\."
+    r"|(?<!\S)\#.*"
+    rf"|\$\(\({_EXPRESSION}\)\)"
+    rf"|\$\{{{_BRACED}\}}"
+    r"|\$(?:[A-Za-z_]\w*|[@*\d])",
+    re.DOTALL,
+)
+_ARRAY_VALUE = rf"(?<=[\w+]=)\((?:{_TOKEN.pattern}|\$\({_EXPRESSION}\)|[^()])*\)"
+_END = re.compile(
+    rf"{_TOKEN.pattern}|{_ARRAY_VALUE}|\$\({_EXPRESSION}\)|`[^`]*`"
+    r"|(?P<end>;;?|&&|\|\|?|(?<![<>&])&(?![&>]))",
+    re.DOTALL,
+)
+_VARIABLE = re.compile(
+    rf"\$\(\((?P<sum>{_EXPRESSION})\)\)|\$\{{(?P<braced>{_BRACED})\}}|\$(?P<plain>[A-Za-z_]\w*|[@*\d])"
+)
+_INSIDE = re.compile(
+    r"(?P<name>\w*)(?:\[[@*]\])?(?:(?P<default>:?[-=])|:(?P<start>\s*-?\d+)(?::(?P<count>\d+))?$|(?P<trim>##?|%%?))?(?P<rest>.*)",
+    re.DOTALL,
+)
+"""The forms of `${...}`: default, substring, removed prefix or suffix."""
+_ASSIGNMENT = re.compile(
+    r"(?:export\s+|local\s+|readonly\s+|declare\s+(?:-\w+\s+)*)?(?P<name>[A-Za-z_]\w*)(?P<more>\+?)=(?P<value>.*)",
+    re.DOTALL,
+)
+_ARRAY = re.compile(r"(?:^|\s|\))[A-Za-z_]\w*\+?=(?=\()")
+_DOCUMENT = re.compile(
+    r"^[ \t]*read\b[^\n]*?(?P<name>[A-Za-z_]\w*)[ \t]*<<-?[ \t]*['\"]?(?P<end>\w+)['\"]?[ \t]*\n"
+    r"(?P<body>.*?)\n\s*(?P=end)[ \t]*$",
+    re.DOTALL | re.MULTILINE,
+)
+_SUBSTITUTION = re.compile(rf"'[^']*'|\$\((?!\()(?P<command>{_EXPRESSION})\)|`(?P<old>[^`]*)`", re.DOTALL)
+_SUM = re.compile(rf"\$\(\({_EXPRESSION}\)\)")
+_KEPT = re.compile("\x01(\\d+)\x01")
+"""A command substitution whose output is not known, within a word."""
+_UNSET = re.compile(r"\$\{?(\w+)(?:\[[@*]\])?\}?")
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_COMPARISONS = {
+    "-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt, "-ge": operator.ge, "-lt": operator.lt,
+    "-le": operator.le, ">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le,
+}  # fmt: skip
+
+
+@dataclass
+class Script:
+    """The commands of a script."""
+
+    commands: list[list[str]] = field(default_factory=list)
+    """The words of each command."""
+    notes: list[str] = field(default_factory=list)
+    """Notes on values that only a shell would know."""
+    unknown: dict[str, str] = field(default_factory=dict)
+    """Variables whose value depends on a condition that only a shell knows -> that condition."""
+
+
+def read_script(text: str, source: str) -> Script:
+    """Parse the commands of a shell script.
+
+    Expands variables that the script sets, `${NAME:-default}`, integer arithmetic, and commands that only need the
+    script's path: `$(dirname "$0")`, `$(cd .. && pwd)`. Variables of the environment and other command substitutions
+    stay as written, each within one word, with a note. The text of `bash -c` is read too.
+
+    `if`, `case`, `while`, `&&` and `||` are decided where they compare such values; a variable that the script does not
+    set is empty there. Where only a shell knows (`[ -f FILE ]`), a variable that is set there has no value.
+
+    Args:
+        source: the script's path.
+
+    Raises:
+        ConfigError: an unclosed quote.
+
+    Example:
+        >>> read_script('N=${N:-4}\\ntrain a.n=$((N * 2)) \\\\\\n  b="$N x"  # why', "s.sh").commands
+        [['train', 'a.n=8', 'b=4 x']]
+        >>> read_script('A=x; if [ "$A" = x ]; then N=1; else N=2; fi; train n=$N', "s.sh").commands
+        [['train', 'n=1']]
+    """
+    reading = _Reading(Path(source).resolve())
+    for line in _lines(_without_documents(text, reading.variables), source):
+        try:
+            for part, end in _parts(line):
+                reading.part(part, end)
+        except ValueError as error:  # quotes in the value of a variable
+            raise ConfigError(f"{source}: {line!r} cannot be parsed as shell: {error}") from None
+    return Script(reading.commands, [reading.restored(note) for note in dict.fromkeys(reading.notes)], reading.unknown)
+
+
+def _without_documents(text: str, variables: dict[str, str]) -> str:
+    """Remove here-documents (`read -r -d '' NAME <<EOF ... EOF`) from the text, and set their variables."""
+
+    def read(match: re.Match[str]) -> str:
+        variables[match["name"]] = re.sub(r"\\?\n", " ", match["body"]).strip()
+        return ""
+
+    return _DOCUMENT.sub(read, text.replace("\r\n", "\n"))
+
+
+def _lines(text: str, source: str) -> Iterator[str]:
+    """Yield logical lines: those continued in a quote, an array or after a backslash are joined."""
+    rest, begun, number = text.replace("\r\n", "\n").split("\n"), "", 0
+    for index, line in enumerate(rest, 1):
+        if not begun and line.lstrip().startswith("#"):  # a backslash does not continue a comment
+            continue
+        number = number or index
+        begun += line
+        if begun.endswith("\\") and not begun.endswith("\\\\"):
+            begun = f"{begun[:-1]} "
+            continue
+        try:
+            shlex.split(_TOKEN.sub(_without_comment, begun))
+        except ValueError:  # a quote is open
+            begun += "\n"
+            continue
+        if (array := _ARRAY.search(begun)) and _is_open(begun[array.end() :]):
+            begun = _TOKEN.sub(_without_comment, begun) + " "
+            continue
+        yield begun.strip()
+        begun, number = "", 0
+    if begun.strip() and rest[-1].endswith("\\"):  # it ends the file, as in a line that was cut
+        yield begun.strip()
+    elif begun.strip():
+        raise ConfigError(f"{source}:{number}: unclosed quote or bracket of an array")
+
+
+def _is_open(text: str) -> bool:
+    """Return whether the bracket with which a text begins is not closed in it."""
+    plain = re.sub(rf"\$\({_EXPRESSION}\)", "", _TOKEN.sub("", text))
+    return plain.count("(") > plain.count(")")
+
+
+def _parts(line: str) -> Iterator[tuple[str, str]]:
+    """Split a line at `;`, `;;`, `&&`, `||`, `|` and `&`, and after `then`, `else` and `do`.
+
+    Example:
+        >>> list(_parts('if [ "$a" ]; then b="1;2"; fi && d 2>&1'))
+        [('if [ "$a" ]', ';'), ('then', ';'), ('b="1;2"', ';'), ('fi', '&&'), ('d 2>&1', '')]
+    """
+    if "<<" in line:  # separators in a here-document are text
+        yield line, ""
+        return
+    ends = [(match.start(), match.end(), match["end"]) for match in _END.finditer(line) if match["end"]]
+    starts = [0, *(end for _, end, _ in ends)]
+    for start, (stop, _, end) in zip(starts, [*ends, (len(line), 0, "")], strict=True):
+        part = line[start:stop].strip()
+        while word := re.match(r"(then|else|do)\s+", part):
+            yield word[1], ";"
+            part = part[word.end() :]
+        if part or end == ";;":
+            yield part, end
+
+
+def _without_comment(match: re.Match[str]) -> str:
+    return "" if match.group().startswith("#") else match.group()
+
+
+def _both(one: bool | None, other: bool | None) -> bool | None:
+    """Return whether both are true; None: only a shell knows."""
+    return False if one is False or other is False else None if one is None or other is None else True
+
+
+def _not(one: bool | None) -> bool | None:
+    return None if one is None else not one
+
+
+@dataclass
+class _Block:
+    """An `if`, `case` or loop that is open."""
+
+    kind: str
+    condition: str
+    runs: bool | None = True
+    """Whether the current branch runs; None: only a shell knows."""
+    taken: bool | None = False
+    """Whether a branch before it has run."""
+    subject: str | None = None
+    """The value that `case` compares; None: only a shell knows."""
+    pattern: str | None = None
+    """The pattern of `case` that is being read."""
+
+    def branch(self, holds: bool | None) -> None:
+        """Begin a branch whose condition has this value."""
+        self.runs = _both(_not(self.taken), holds)
+        self.taken = True if self.taken or self.runs else None if None in (self.taken, self.runs) else False
+
+
+class _Reading:
+    """Interprets the parts of a script's lines; holds its variables and commands."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.variables: dict[str, str] = {"HOME": os.path.expanduser("~"), "0": str(place)}
+        self.unknown: dict[str, str] = {}
+        self.kept: list[str] = []
+        """Command substitutions that stay as written."""
+        self.commands: list[list[str]] = []
+        self.notes: list[str] = []
+        self.blocks: list[_Block] = []
+        self.condition: list[tuple[str, str]] | None = None
+        """The parts of a condition that is being read."""
+        self.chain: tuple[bool | None, str] = (True, ";")
+        """Result of the parts before in a list with `&&` and `||`, and the separator after them."""
+
+    def _runs(self, blocks: Sequence[_Block]) -> bool | None:
+        """Return whether a line within these blocks runs; None: only a shell knows."""
+        state: bool | None = True
+        for block in blocks:
+            state = _both(state, block.runs)
+        return state
+
+    def part(self, text: str, end: str) -> None:
+        """Read a part of a line, and the separator after it."""
+        text = _TOKEN.sub(_without_comment, text).strip()
+        word, _, rest = text.partition(" ")
+        if self.condition is not None:
+            if word in ("then", "do"):
+                self._decide()
+            else:
+                self.condition.append((text, end))
+        elif word in ("if", "while", "until", "for", "select"):
+            self.blocks.append(_Block(word, text))
+            self.condition = [(rest, end)]
+        elif word == "elif":
+            self.condition = [(rest, end)]
+        elif word == "case":
+            self._case(text, end)
+        elif self.blocks and self.blocks[-1].pattern is not None and word != "esac":
+            self._pattern(text, end)
+        else:
+            self._command(word, text, end)
+
+    def _command(self, word: str, text: str, end: str) -> None:
+        if word == "else" and self.blocks:
+            self.blocks[-1].branch(True)
+        elif word in ("fi", "done", "esac"):
+            self.blocks[-1:] = []
+        elif text and word not in ("then", "do", "{", "}"):
+            result, before = self.chain
+            holds = self._runs(self.blocks)
+            if before in ("&&", "||"):
+                holds = _both(holds, result if before == "&&" else _not(result))
+            done: bool | None = True
+            if holds is not False:
+                done = self._test(text) if text.startswith(("[ ", "[[ ", "((")) else self._line(text, holds, end)
+            self.chain = (result if holds is False else None if holds is None else done), end
+        if end == ";;" and self.blocks and self.blocks[-1].kind == "case":
+            self.blocks[-1].pattern = ""
+        if end not in ("&&", "||"):
+            self.chain = True, ";"
+
+    def _decide(self) -> None:
+        block, parts = self.blocks[-1], self.condition or []
+        self.condition = None
+        if block.kind in ("for", "select", "until") or self._runs(self.blocks[:-1]) is False:
+            holds = None
+        else:
+            holds = self._series([one for part in parts for one in self._tokens(*part)])
+        if block.kind == "while" and holds:  # the number of passes is not known
+            holds = None
+        block.branch(holds)
+
+    def _tokens(self, text: str, end: str) -> Iterator[str]:
+        while match := re.match(r"([!{])\s+", text):
+            yield match[1]
+            text = text[match.end() :]
+        if text:
+            yield text
+        if end:
+            yield end if end in ("&&", "||") else ";"
+
+    def _series(self, tokens: list[str]) -> bool | None:
+        """Evaluate tests that `&&`, `||` and `;` join, up to a closing `}`."""
+
+        def one() -> bool | None:
+            token = tokens.pop(0)
+            if token == "!":
+                return _not(one())
+            return self._series(tokens) if token == "{" else self._test(token)
+
+        value = one() if tokens else None
+        while tokens and (join := tokens.pop(0)) != "}":
+            if tokens and tokens[0] == "}":
+                continue
+            if not tokens:
+                break
+            right = one()
+            value = (
+                _both(value, right)
+                if join == "&&"
+                else _not(_both(_not(value), _not(right)))
+                if join == "||"
+                else right
+            )
+        return value
+
+    def _test(self, text: str) -> bool | None:
+        """Evaluate `[ a = b ]`, `[[ a == b ]]`, `(( a > b ))`, `true` and `false`; None: only a shell knows."""
+        bracket = text.startswith("[") or text.endswith("]")
+        inner = re.sub(r"^(\[\[?|\(\()|(\]\]?|\)\))$", "", text.replace("$#", "0").replace("${#@}", "0")).strip()
+        if text.startswith("(("):
+            inner = re.sub(r"(<=|>=|==|!=|<|>)", r" \1 ", inner)
+            inner = re.sub(r"(?<![\w$])[A-Za-z_]\w*", r"${\g<0>}", inner)
+        inner = _SUBSTITUTION.sub(self._substituted, inner)
+        said = len(self.notes)
+        expanded = shlex.split(self.expanded(inner))
+        self.notes[said:] = [note for note in self.notes[said:] if not note.endswith("copied as written")]
+        words = [self._word_of_test(word) for word in expanded]
+        if None in words:
+            return None
+        match words:
+            case ["true" | ":"] if not bracket:
+                return True
+            case ["false"] if not bracket:
+                return False
+            case ["!", *rest] if bracket:
+                return _not(self._test(f"[ {shlex.join(str(word) for word in rest)} ]"))
+            case ["-z" | "-n" as kind, value]:
+                return (value == "") == (kind == "-z")
+            case ["-z" | "-n" as kind]:  # the word is empty and not quoted
+                return kind == "-z"
+            case [str(value)] if bracket:
+                return value != ""
+            case [str(left), "=" | "==" | "!=" as kind, str(right)]:
+                return fnmatchcase(left, right) == (kind != "!=")
+            case [str(left), str(kind), str(right)] if kind in _COMPARISONS:
+                return self._compared(left, kind, right)
+        return None
+
+    def _compared(self, left: str, kind: str, right: str) -> bool | None:
+        try:
+            return bool(_COMPARISONS[kind](int(left), int(right)))
+        except ValueError:
+            return None
+
+    def _word_of_test(self, word: str) -> str | None:
+        """Return a word of a test, with variables that the script does not set empty; None: only a shell knows it."""
+        names = _UNSET.findall(word)
+        if _KEPT.search(word) or any(name in self.unknown for name in names):
+            return None
+        plain = _UNSET.sub("", word)
+        self.notes += [
+            "the script is read as started without arguments"
+            if name.isdigit()
+            else f"{name} is not set in the script: it is empty in a condition"
+            for name in names
+        ]
+        return None if "$" in plain else plain
+
+    def _case(self, text: str, end: str) -> None:
+        match = re.match(r"case\s+(.*?)\s+in\b\s*(.*)", text, re.DOTALL)
+        if match is None:
+            raise ValueError(f"case without in: {text}")
+        block = _Block("case", f"case {match[1]}", runs=False, pattern="")
+        if self._runs(self.blocks) is not False:
+            subject = self.expanded(_SUBSTITUTION.sub(self._substituted, match[1]))
+            block.subject = self._word_of_test(" ".join(shlex.split(subject)))
+        self.blocks.append(block)
+        if match[2]:
+            self._pattern(match[2], end)
+
+    def _pattern(self, text: str, end: str) -> None:
+        block = self.blocks[-1]
+        block.pattern = f"{block.pattern}{text}"
+        match = re.match(r"\(?\s*([^)]*?)\s*\)\s*(.*)", block.pattern, re.DOTALL)
+        if match is None:
+            block.pattern += end
+            return
+        patterns = [pattern.strip().strip("\"'") for pattern in match[1].split("|")]
+        subject = block.subject
+        holds = None if subject is None else any(fnmatchcase(subject, pattern) for pattern in patterns)
+        block.branch(True if patterns == ["*"] else holds)
+        block.pattern = None
+        self.part(match[2], end)
+
+    def _line(self, line: str, holds: bool | None, end: str) -> bool | None:
+        """Read a command or assignment, and return its result: that of a command is known only to the shell."""
+        line = _SUBSTITUTION.sub(self._substituted, line.replace("${BASH_SOURCE[0]}", "$0"))
+        assigned = _ASSIGNMENT.fullmatch(line)
+        if assigned and self._is_one_word(assigned["value"]):
+            self._assign(assigned["name"], assigned["value"], bool(assigned["more"]), holds)
+            return True
+        words = [self.restored(word) for word in shlex.split(self.expanded(line).removesuffix("\\"))]
+        if words in (["true"], ["false"]):
+            return words == ["true"]
+        self.commands.append([word for word in words if word not in ("\\", "&")])
+        for shell, option, text in zip(words, words[1:], words[2:], strict=False):
+            if re.search(r"(^|/)(ba)?sh$", shell) and re.fullmatch(r"-l?c", option):
+                self.commands += read_script(text, str(self.place)).commands
+        return None if end == "||" else True
+
+    def restored(self, word: str) -> str:
+        """Return a word with its command substitutions as written."""
+        return _KEPT.sub(lambda match: self.kept[int(match[1])], word)
+
+    def _substituted(self, match: re.Match[str]) -> str:
+        """Return the output of a command that only needs the script's path; a mark for any other."""
+        command = match["command"] if match["command"] is not None else match["old"]
+        if command is None:  # single quotes
+            return match.group()
+        inner = _SUBSTITUTION.sub(self._substituted, command)
+        try:
+            quiet = re.sub(r"\s(?:[12&]?>\s*/dev/null|2>&1)(?!\S)", "", f" {inner}")
+            words = shlex.split(self.expanded(quiet.replace("&&", " && ").replace(";", " && ")))
+        except ValueError:
+            words = []
+        if not _KEPT.search(inner) and (output := self._output([word for word in words if word != "--"])) is not None:
+            return shlex.quote(output)
+        self.kept.append(self.restored(match.group()))
+        return f"\x01{len(self.kept) - 1}\x01"
+
+    def _output(self, words: list[str]) -> str | None:
+        match words:
+            case ["dirname", path]:
+                return os.path.dirname(path) or "."
+            case ["basename", path]:
+                return os.path.basename(path)
+            case ["realpath", path] | ["readlink", "-f", path] | ["cd", path, "&&", "pwd"] if "$" not in path:
+                return os.path.normpath(self._started() / path)
+            case ["pwd"]:
+                return str(self._started())
+            case ["python" | "python3", "-c", "import torch_npu", "&&", "echo", _, "||", "echo", other]:
+                self.notes.append("the script is read as on a machine without NPUs")
+                return other
+        return None
+
+    def _started(self) -> Path:
+        """Return the folder in which the script is started: its repository's root if it lies in one, else its own."""
+        roots = ("pyproject.toml", "setup.py", ".git")
+        root = next((one for one in self.place.parents if any((one / name).exists() for name in roots)), None)
+        folder = root or self.place.parent
+        self.notes.append(f"the script is read as started in {folder}")
+        return folder
+
+    def _is_one_word(self, value: str) -> bool:
+        return value.startswith("(") or len(shlex.split(_SUM.sub("0", value))) <= 1
+
+    def _assign(self, name: str, value: str, more: bool, holds: bool | None) -> None:
+        if holds is None or (more and name in self.unknown):
+            condition = next((block.condition for block in self.blocks if block.runs is None), "a command before it")
+            self.unknown.setdefault(name, condition)
+            return
+        array = value.startswith("(")
+        if array:
+            value = self.expanded(value.strip().removeprefix("(").removesuffix(")").replace("\n", " "))
+        else:
+            value = " ".join(shlex.split(self.expanded(value)))
+        value = re.sub(r"\\\s*\n", " ", value)
+        self.unknown.pop(name, None)
+        self.variables[name] = self.variables.get(name, "") + (" " if array else "") * more + value if more else value
+
+    def expanded(self, text: str) -> str:
+        """Expand the variables of a line, except in single quotes."""
+
+        def put(match: re.Match[str]) -> str:
+            token = match.group()
+            if token.startswith("'") or token.startswith("\\"):
+                return token
+            if token.startswith('"'):
+                inner = token[1:-1]
+                if re.fullmatch(r"\$\{\w+\[[@*]\]\}", inner):  # the words of an array
+                    return self.value(inner)
+                return '"' + _VARIABLE.sub(lambda v: self.value(v.group()).replace('"', '\\"'), inner) + '"'
+            return self.value(token)
+
+        return _TOKEN.sub(put, text)
+
+    def value(self, reference: str) -> str:
+        """Expand `$NAME`, `${NAME:-default}` or `$((sum))`; a reference that the script does not set stays as it is."""
+        match = _VARIABLE.fullmatch(reference)
+        if match is None:
+            return reference
+        if match["sum"] is not None:
+            return self._sum(match["sum"], reference)
+        inside = match["braced"] if match["braced"] is not None else match["plain"]
+        if inside in ("@", "*"):  # the script's arguments
+            return ""
+        if inside == "PWD":
+            return str(self._started())
+        return self._braced(_INSIDE.fullmatch(inside), reference)
+
+    def _braced(self, inside: re.Match[str] | None, reference: str) -> str:
+        if inside is not None and inside["name"] in self.unknown:
+            condition = self.unknown[inside["name"]]
+            self.notes.append(f"{inside['name']} is set under a condition that only the shell knows ({condition})")
+            return reference
+        if inside is not None and inside["name"] in self.variables:
+            value, rest = self.variables[inside["name"]], self.expanded(inside["rest"])
+            if inside["trim"]:
+                return _trimmed(value, inside["trim"], rest)
+            if inside["start"]:
+                start, count = int(inside["start"]), inside["count"]
+                return value[start:] if count is None else value[start:][: int(count)]
+            if value == "" and (inside["default"] or "").startswith(":"):
+                return rest.strip("\"'") if inside["default"] == ":-" else rest
+            if inside["default"] or not rest:
+                return value
+        elif inside is not None and inside["default"]:
+            default = inside["rest"].strip("\"'")
+            self.notes.append(f"{inside['name']} is an environment variable: its default {default!r} was used")
+            if inside["default"].endswith("="):
+                self.variables[inside["name"]] = self.expanded(default)
+            if len(inside["rest"]) > 1 and inside["rest"][0] == inside["rest"][-1] == '"':  # quotes within are text
+                return _VARIABLE.sub(lambda match: self.value(match.group()), inside["rest"][1:-1])
+            return self.expanded(default)
+        self.notes.append(f"{reference} is not set in the script; copied as written")
+        return reference
+
+    def _sum(self, expression: str, reference: str) -> str:
+        text = _VARIABLE.sub(lambda match: self.value(match.group()), expression)
+        text = re.sub(r"[A-Za-z_]\w*", lambda match: self.variables.get(match.group(), match.group()), text)
+        try:
+            return str(_computed(ast.parse(text.strip(), mode="eval").body))
+        except (SyntaxError, ValueError, ZeroDivisionError, KeyError):
+            self.notes.append(f"{reference} is not integer arithmetic on values that the script sets")
+            return reference
+
+
+def _trimmed(value: str, mark: str, pattern: str) -> str:
+    """Expand `${NAME#pattern}` (remove a prefix) and `${NAME%pattern}` (a suffix); `##` and `%%` remove the longest.
+
+    Example:
+        >>> _trimmed("org/sub/name.sh", "##", "*/"), _trimmed("org/sub/name.sh", "%", ".*")
+        ('name.sh', 'org/sub/name')
+    """
+    cuts = range(len(value) + 1)
+    if mark[0] == "#":
+        fits = [cut for cut in cuts if fnmatchcase(value[:cut], pattern)] or [0]
+        return value[(max if mark == "##" else min)(fits) :]
+    fits = [cut for cut in cuts if fnmatchcase(value[cut:], pattern)] or [len(value)]
+    return value[: (min if mark == "%%" else max)(fits)]
+
+
+def _computed(node: ast.AST) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_computed(node.operand)
+    if isinstance(node, ast.BinOp):
+        left, right = _computed(node.left), _computed(node.right)
+        if isinstance(node.op, ast.Pow) and not 0 <= right <= 64:
+            raise ValueError("a power that is too large")
+        return int(_OPERATORS[type(node.op)](left, right))
+    raise ValueError(ast.dump(node))
