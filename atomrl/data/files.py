@@ -300,12 +300,16 @@ def _record_batches(path: Path) -> Iterator[Any]:
                 yield from reader
     else:
         with parquet.ParquetFile(path) as reader:
+<<<<<<< HEAD
             yield from reader.iter_batches(_FEW if _has_bytes(reader.schema_arrow) else _MANY)
 
 
 def _has_bytes(schema: Any) -> bool:
     """Return True if rows of an Arrow schema have bytes, such as those of pictures."""
     return "binary" in str(schema)
+=======
+            yield from reader.iter_batches(batch_size=4096)  # as Python objects 65,536 rows, its default, take 300 MB
+>>>>>>> main
 
 
 def batch_rows(batch: Any) -> Iterator[tuple[dict[str, Any] | None, str | None]]:

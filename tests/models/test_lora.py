@@ -281,7 +281,7 @@ def test_merged_weights_are_rounded_once(base, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "field", [{"modules_to_save": ["lm_head"]}, {"bias": "all"}, {"rank_pattern": {"q_proj": 4}}, {"use_rslora": True}]
+    "field", [{"modules_to_save": ["lm_head"]}, {"bias": "all"}, {"rank_pattern": {"q_proj": 4}}]
 )
 def test_fields_of_peft_that_would_be_passed_over_are_refused(field):
     with pytest.raises(ConfigError, match=f"peft_config.*{next(iter(field))}"):
