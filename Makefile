@@ -7,13 +7,8 @@ CHECKED := tests/atoms tests/algorithms tests/architecture tests/training tests/
 	tests/test_config.py tests/test_docs.py tests/test_docs_facts.py tests/test_pages.py tests/ui/test_drafts.py tests/ui/test_words.py
 
 .PHONY: install quickstart quickstart-search quickstart-python quickstart-vision distributed test-distributed test-distributed-short test-vllm-oldest \
-<<<<<<< HEAD
-	test-sglang megatron test-megatron test-megatron-short test-games test-ui test-ui-short check test test-all mutations test-cpus wheel-check \
-	coverage gpu-check wheels lint lint-js docs models-page clean
-=======
 	test-sglang megatron test-megatron test-megatron-short test-games test-ui test-ui-short check keys test test-all mutations test-cpus wheel-check \
-	coverage gpu-check wheels lint lint-js docs release-notes clean
->>>>>>> main
+	coverage gpu-check wheels lint lint-js docs models-page release-notes clean
 
 install: .venv/installed
 
@@ -222,6 +217,10 @@ $(JS)/installed:
 
 lint-js: $(JS)/installed
 	$(JS)/node_modules/.bin/tsc -p atomrl/tools/ui
+
+# What happens to each model type of transformers: a page that a test makes.
+models-page: .venv/installed-test
+	$(BIN)/python -m tests.models.families
 
 # Build the documentation site in build/site. A broken link or anchor is an error.
 docs: .venv/installed

@@ -300,16 +300,13 @@ def _record_batches(path: Path) -> Iterator[Any]:
                 yield from reader
     else:
         with parquet.ParquetFile(path) as reader:
-<<<<<<< HEAD
+            # As Python objects 65,536 rows, its default, take 300 MB.
             yield from reader.iter_batches(_FEW if _has_bytes(reader.schema_arrow) else _MANY)
 
 
 def _has_bytes(schema: Any) -> bool:
     """Return True if rows of an Arrow schema have bytes, such as those of pictures."""
     return "binary" in str(schema)
-=======
-            yield from reader.iter_batches(batch_size=4096)  # as Python objects 65,536 rows, its default, take 300 MB
->>>>>>> main
 
 
 def batch_rows(batch: Any) -> Iterator[tuple[dict[str, Any] | None, str | None]]:
@@ -362,7 +359,7 @@ _NAME = re.compile(
 )
 _FILES = re.compile(r"\.(jsonl?|csv|tsv|parquet|arrow|txt|ya?ml|gz|zst|zip|tar|xz|bz2|pkl|pt|bin)$", re.IGNORECASE)
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
-_BATCH, _MANY, _FEW = 1000, 65536, 50
+_BATCH, _MANY, _FEW = 1000, 4096, 50
 """Rows that are read at once: of the hub, of a Parquet file, and with bytes, which are large."""
 REACH_S = 10.0
 _pinned: dict[HubSource, str] = {}
