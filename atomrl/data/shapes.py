@@ -1,6 +1,6 @@
 """Questions about drawn shapes: the task of the vision quickstart.
 
-A picture has up to `MOST` shapes (circle, square, triangle) in three colours, each in a cell of a grid of 4 x 4. A
+A picture has two to `MOST` shapes (circle, square, triangle) in three colours, each in a cell of a grid of 4 x 4. A
 question asks how many there are of a colour or of a form, or whether there are more of one colour than of another. It
 cannot be answered without the picture.
 
@@ -70,7 +70,7 @@ def make(rng: random.Random, kinds: str = "count,compare", shuffled: bool = Fals
 
 def draw_scene(rng: random.Random) -> Scene:
     """Draw the shapes of a picture, each in a cell of its own."""
-    cells = sorted(rng.sample(range(CELLS * CELLS), rng.randint(1, MOST)))
+    cells = sorted(rng.sample(range(CELLS * CELLS), rng.randint(2, MOST)))
     return [(cell, rng.choice([*COLOURS]), rng.choice(FORMS)) for cell in cells]
 
 

@@ -34,7 +34,8 @@ FAULTS = {
     "deep rollouts": lambda run: put(run, "rollouts/step_000001/train.jsonl", "[" * 100_000 + "\n"),
     "types in rollouts": lambda run: put(
         run, "rollouts/step_000001/train.jsonl",
-        '{"step": null}\n{"step": 1, "advantage": [], "reward": "x", "prompt": [{"role": 1}], "episode": {"turns": 1}}\n',
+        '{"step": null}\n'
+        '{"step": 1, "advantage": [], "reward": "x", "prompt": [{"role": 1}], "episode": {"turns": 1}}\n',
     ),
     "deep findings": lambda run: put(run, "findings.jsonl", "[" * 100_000 + "\n"),
     "a loop of links": lambda run: [(run / "config.yaml").unlink(), (run / "config.yaml").symlink_to("config.yaml")],
