@@ -7,13 +7,8 @@ CHECKED := tests/atoms tests/algorithms tests/architecture tests/training tests/
 	tests/test_config.py tests/test_docs.py tests/test_docs_facts.py tests/test_pages.py tests/ui/test_drafts.py tests/ui/test_words.py
 
 .PHONY: install quickstart quickstart-search quickstart-python distributed test-distributed test-distributed-short test-vllm-oldest \
-<<<<<<< HEAD
-	test-sglang megatron test-megatron test-megatron-short test-games test-ui test-ui-short check test test-all mutations test-cpus wheel-check \
-	coverage gpu-check wheels lint lint-js docs models-page clean
-=======
 	test-sglang megatron test-megatron test-megatron-short test-games test-ui test-ui-short check keys test test-all mutations test-cpus wheel-check \
-	coverage gpu-check wheels lint lint-js docs release-notes clean
->>>>>>> main
+	coverage gpu-check wheels lint lint-js docs models-page release-notes clean
 
 install: .venv/installed
 
@@ -213,15 +208,11 @@ $(JS)/installed:
 lint-js: $(JS)/installed
 	$(JS)/node_modules/.bin/tsc -p atomrl/tools/ui
 
-<<<<<<< HEAD
-# The documentation site, into build/site: a link or an anchor that leads nowhere is an error.
 # What happens to each model type of transformers: a page that a test made.
 models-page: .venv/installed-test
 	$(BIN)/python -m tests.models.families
 
-=======
 # Build the documentation site in build/site. A broken link or anchor is an error.
->>>>>>> main
 docs: .venv/installed
 	$(BIN)/python $(INSTALL) -c constraints.txt -e ".[docs]"
 	$(BIN)/mkdocs build --strict

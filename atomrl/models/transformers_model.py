@@ -131,13 +131,10 @@ class HFModel(nn.Module):
         """The config key `model.pack_rows`."""
         self.sharing: Any = None
         """Process group for sequence parallelism; None: none."""
-<<<<<<< HEAD
-        self.factor = 1.0
-        """Factor of the logits, after the output matrix (Command R, Granite); set by `check`."""
-=======
         self.vision: Vision | None = None
         """Computes pictures; None: rows have none."""
->>>>>>> main
+        self.factor = 1.0
+        """Factor of the logits, after the output matrix (Command R, Granite); set by `check`."""
         self.streams = False
         """True if it can compute an `attention.Stream`; set by `check`."""
 
@@ -155,13 +152,8 @@ class HFModel(nn.Module):
             and packs_rows(self.pack_rows, self.head_weight.device.type, self.compute_dtype or self.head_weight.dtype)
         )
 
-<<<<<<< HEAD
-    def forward_hidden(self, tokens: Tensor) -> Tensor:
-        """Compute hidden states [B, T, H], of which the output matrix makes logits, of right-padded tokens [B, T]."""
-        return self._hidden(tokens)
-=======
     def forward_hidden(self, tokens: Tensor, images: Sequence[Sequence[Image]] = ()) -> Tensor:
-        """Compute hidden states [B, T, H] after the final norm, of right-padded tokens [B, T].
+        """Compute hidden states [B, T, H], of which the output matrix makes logits, of right-padded tokens [B, T].
 
         Args:
             images: [B] pictures of each row; empty: no row has any.
@@ -170,7 +162,6 @@ class HFModel(nn.Module):
             return self._hidden(tokens)
         assert self.vision is not None, "a run with pictures sets it for each of its models"
         return self._hidden(tokens, **self.vision.inputs(tokens, images))
->>>>>>> main
 
     def stream_states(self, tokens: Tensor, stream: Stream) -> Tensor:
         """Compute the states of a stream after the final norm, at its `before` tokens: [B, T] -> [n, H]."""

@@ -37,12 +37,8 @@ from atomrl.models.memory import empty_model
 from atomrl.models.quantized import linears
 from atomrl.models.reward_model import is_classifier
 from atomrl.models.shapes import is_whole, text_config, tower_weights
-<<<<<<< HEAD
 from atomrl.models.transformers_model import check_causal, check_trainable
-=======
-from atomrl.models.transformers_model import check_causal
 from atomrl.models.vision import why_no_images
->>>>>>> main
 from atomrl.objectives import PolicyObjective
 from atomrl.objectives.base import Custom
 from atomrl.protocols import Algorithm, RolloutEngine, needs_teacher
@@ -112,19 +108,11 @@ def check_policy(config: RunConfig) -> None:
                 check_trainable(empty)
                 tower_weights(empty)  # raises if it is not known
             if is_whole(shape) and text_config(shape) is not shape:
-<<<<<<< HEAD
-                log.warning(
-                    "model.path: %s has a vision tower: the run is on text only, and the tower is saved unchanged",
-                    config.model.path,
-                )
-=======
-                tower_weights(empty_model(shape, config.model.trust_remote_code))  # raises if it is not known
                 if why_no_images(shape, config.model.path):
                     log.warning(
                         "model.path: %s has a vision tower: the run is on text only, and the tower is saved unchanged",
                         config.model.path,
                     )
->>>>>>> main
         except ConfigError as error:
             raise type(error)(f"model.path: {error}") from error
 

@@ -216,25 +216,21 @@ def _rollout_seconds(config: RunConfig, shape: Any, gpu: Gpu, compute: int) -> f
     key-value cache, and sampling reads the logits.
     """
     rollout, engine = config.rollout, chosen_class(config.rollout).decode_time
-    active, layers, vocab = active_parameters(shape), layer_count(shape), text_config(shape).vocab_size
+    total, active = count_parameters(shape), active_parameters(shape)
+    layers, vocab = layer_count(shape), text_config(shape).vocab_size
     _, _, keys, _ = widths(shape)
     rows = rollout.prompts_per_step * rollout.completions_per_prompt
     batch = min(rows, rollout.concurrent_completions)
     mean_context = config.data.max_prompt_tokens + rollout.max_completion_tokens / 2
     rate, bandwidth = gpu.tflops * 1e12 * PRODUCT_SHARE, gpu.gb_s * 1e9 * BANDWIDTH_SHARE
-<<<<<<< HEAD
-    read = min(count_parameters(shape), active * batch)  # tokens run through different experts
-    products = max(read * compute / bandwidth, 2 * active * batch / rate)
-=======
-    products = max(total * compute / bandwidth, 2 * total * batch / rate)
+    products = max(min(total, active * batch) * compute / bandwidth, 2 * active * batch / rate)
     if config.model.quantization and shares_base(config, shape, "cuda", compute):
         dequantized = _dequantized_bytes(config, shape, compute)
         if config.model.quantization == "nf4" and batch <= FUSED_ROWS and compute < FLOAT32:
             codes = dequantized - (total - ends(shape)) * compute + ends(shape) * compute
-            products = max(codes / bandwidth, 2 * total * batch / rate) / FUSED_SHARE
+            products = max(codes / bandwidth, 2 * active * batch / rate) / FUSED_SHARE
         else:
             products += dequantized / bandwidth
->>>>>>> main
     traffic = batch * (mean_context * 2 * layers * keys * compute + LOGIT_BYTES * vocab)
     layer = engine.layer_s + (engine.adapted_layer_s if config.model.lora else 0)
     layer = layer if gpu.bfloat16 else max(layer, PLAIN_LAYER_S)
@@ -265,12 +261,7 @@ def _pass_seconds(
     passes = forwards + backward
     traffic = passes * layers * hidden * (PASS_BYTES_COMPILED if model.compile else PASS_BYTES) * tokens
     traffic += (1 + backward) * LOGIT_BYTES * text.vocab_size * logits
-<<<<<<< HEAD
     device = products * active * tokens / (gpu.tflops * 1e12 * PRODUCT_SHARE)
-    device += traffic / (gpu.gb_s * 1e9 * BANDWIDTH_SHARE)
-=======
-    device = products * total * tokens / (gpu.tflops * 1e12 * PRODUCT_SHARE)
->>>>>>> main
     micro_batches = -(-tokens // (cards * config.train.micro_batch_tokens("cuda")))
     traffic += cards * micro_batches * passes * _dequantized_bytes(config, shape, compute)
     device += traffic / (gpu.gb_s * 1e9 * BANDWIDTH_SHARE)
