@@ -208,7 +208,7 @@ $(JS)/installed:
 lint-js: $(JS)/installed
 	$(JS)/node_modules/.bin/tsc -p atomrl/tools/ui
 
-# What happens to each model type of transformers: a page that a test made.
+# Try each model type of transformers for a step, and write the results into a page of the docs.
 models-page: .venv/installed-test
 	$(BIN)/python -m tests.models.families
 

@@ -77,5 +77,6 @@ def packed(examples: Sequence[Example], size: int, strategy: Strategy) -> list[l
 def _cut(example: Example, size: int) -> list[Example]:
     starts = range(0, len(example.tokens), size)
     return [
-        example._replace(tokens=example.tokens[at : at + size], learned=example.learned[at : at + size]) for at in starts
+        example._replace(tokens=example.tokens[at : at + size], learned=example.learned[at : at + size])
+        for at in starts
     ]

@@ -59,7 +59,7 @@ OWN_ARGUMENTS = {
 
 def vocabulary_cut(sampling: SamplingParams) -> bool:
     """Return True if a sampling restricts the tokens but requests log-probs over the whole vocabulary."""
-    cuts = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_completion_tokens > 0
+    cuts = sampling.cuts or sampling.min_completion_tokens > 0
     return sampling.logprobs_over == "vocabulary" and cuts and sampling.temperature > 0
 
 
@@ -111,6 +111,7 @@ def request_fields(state: RequestState) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
         "stop": list(sampling.stop),
         "stop_token_ids": state.rule.is_stop.nonzero()[:, 0].tolist(),
         "include_stop_str_in_output": True,

@@ -131,10 +131,10 @@ class HFModel(nn.Module):
         """The config key `model.pack_rows`."""
         self.sharing: Any = None
         """Process group for sequence parallelism; None: none."""
-        self.vision: Vision | None = None
-        """Computes pictures; None: rows have none."""
         self.factor = 1.0
         """Factor of the logits, after the output matrix (Command R, Granite); set by `check`."""
+        self.vision: Vision | None = None
+        """Computes pictures; None: rows have none."""
         self.streams = False
         """True if it can compute an `attention.Stream`; set by `check`."""
 

@@ -107,12 +107,11 @@ def check_policy(config: RunConfig) -> None:
                 empty = empty_model(shape, config.model.trust_remote_code)
                 check_trainable(empty)
                 tower_weights(empty)  # raises if it is not known
-            if is_whole(shape) and text_config(shape) is not shape:
-                if why_no_images(shape, config.model.path):
-                    log.warning(
-                        "model.path: %s has a vision tower: the run is on text only, and the tower is saved unchanged",
-                        config.model.path,
-                    )
+            if is_whole(shape) and text_config(shape) is not shape and why_no_images(shape, config.model.path):
+                log.warning(
+                    "model.path: %s has a vision tower: the run is on text only, and the tower is saved unchanged",
+                    config.model.path,
+                )
         except ConfigError as error:
             raise type(error)(f"model.path: {error}") from error
 

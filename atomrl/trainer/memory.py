@@ -216,14 +216,15 @@ def _rollout_seconds(config: RunConfig, shape: Any, gpu: Gpu, compute: int) -> f
     key-value cache, and sampling reads the logits.
     """
     rollout, engine = config.rollout, chosen_class(config.rollout).decode_time
-    total, active = count_parameters(shape), active_parameters(shape)
-    layers, vocab = layer_count(shape), text_config(shape).vocab_size
+    active, layers, vocab = active_parameters(shape), layer_count(shape), text_config(shape).vocab_size
     _, _, keys, _ = widths(shape)
     rows = rollout.prompts_per_step * rollout.completions_per_prompt
     batch = min(rows, rollout.concurrent_completions)
     mean_context = config.data.max_prompt_tokens + rollout.max_completion_tokens / 2
     rate, bandwidth = gpu.tflops * 1e12 * PRODUCT_SHARE, gpu.gb_s * 1e9 * BANDWIDTH_SHARE
-    products = max(min(total, active * batch) * compute / bandwidth, 2 * active * batch / rate)
+    total = count_parameters(shape)
+    read = min(total, active * batch)  # tokens run through different experts
+    products = max(read * compute / bandwidth, 2 * active * batch / rate)
     if config.model.quantization and shares_base(config, shape, "cuda", compute):
         dequantized = _dequantized_bytes(config, shape, compute)
         if config.model.quantization == "nf4" and batch <= FUSED_ROWS and compute < FLOAT32:

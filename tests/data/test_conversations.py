@@ -262,6 +262,17 @@ def test_variables_of_the_template(rows):
         rows({"prompt": "hi", "completion": THOUGHT}, family_tokenizer("qwen3"), **off)
 
 
+def test_variables_of_the_template_for_one_row(rows):
+    off, asked = {"chat_template_kwargs": {"enable_thinking": False, "xml_tools": None}}, {"messages": TWO[:2]}
+    [(text, own)] = rows(asked | off, family_tokenizer("qwen3"))
+    assert own == "A<|im_end|>" and text.endswith("assistant\n<think>\n\n</think>\n\nA<|im_end|>")
+    [(_, own)] = rows(asked, family_tokenizer("qwen3"))
+    assert own != "A<|im_end|>", "without it the model writes the thought itself"
+    for given, said in (("no", "must be a mapping"), ({"tools": []}, "'tools' is set by AtomRL")):
+        with pytest.raises(DataError, match=said):
+            rows(asked | {"chat_template_kwargs": given}, family_tokenizer("qwen3"))
+
+
 # ---- Text ----
 
 
@@ -402,7 +413,7 @@ def test_sharegpt_preferences(rows):
     assert good == "good<|im_end|>"
 
 
-def test_a_system_prompt_that_is_shown_in_use_alone_stands_before_the_last_answer(rows, caplog):
+def test_a_system_prompt_that_is_shown_in_use_alone_is_before_the_last_answer(rows, caplog):
     """Mistral's templates write it into the last message if that is the user's, so a whole conversation has none."""
     system = {"role": "system", "content": "Be brief."}
     text, trained = family_row(rows, "mistral", [system, *TWO])

@@ -35,7 +35,11 @@ def test_blocks_are_those_of_trl(strategy):
 
 def test_packing_ends_with_a_thousand_rows_as_trls_does():
     rows = [np.array([number], dtype=np.int32) for number in range(1001)]
-    assert [len(row.tokens) for (row,) in packed([Example(row, row > 0) for row in rows], 999, "wrapped")] == [999, 1, 1]
+    assert [len(row.tokens) for (row,) in packed([Example(row, row > 0) for row in rows], 999, "wrapped")] == [
+        999,
+        1,
+        1,
+    ]
 
 
 @pytest.mark.parametrize(("strategy", "rows"), [("bfd", [[12], [6, 6]]), ("bfd_split", [[12], [6, 6], [2]])])

@@ -193,7 +193,8 @@ trainer.train()
 from transformers import AutoModelForCausalLM
 from atomrl.trl import GKDConfig, GKDTrainer
 
-dataset = [{"messages": [{"role": "user", "content": f"{n}+1="}, {"role": "assistant", "content": "no"}]} for n in range(8)]
+answer = {"role": "assistant", "content": "no"}
+dataset = [{"messages": [{"role": "user", "content": f"{n}+1="}, answer]} for n in range(8)]
 args = GKDConfig(output_dir="out", lmbda=1.0, max_new_tokens=4, **SMALL)
 teacher = AutoModelForCausalLM.from_pretrained(MODEL)
 trainer = GKDTrainer(MODEL, teacher, args, train_dataset=dataset, processing_class=tokenizer)
@@ -239,9 +240,18 @@ def test_the_arguments_of_ppo_and_gkd_mean_what_they_mean_there():
         "stop_token_ids": [7],
     }  # fmt: skip
     train, algorithm = ppo["train"], ppo["algorithm"]
-    assert (train["steps"], train["rows_per_update"], train["epochs_per_step"], train["max_grad_norm"]) == (3, 8, 4, 1e30)
+    assert (train["steps"], train["rows_per_update"], train["epochs_per_step"], train["max_grad_norm"]) == (
+        3,
+        8,
+        4,
+        1e30,
+    )
     assert algorithm["kl"] == {"type": "k3", "coefficient": 0.1, "apply_to": "reward", "target": None}
-    assert (algorithm["clip"]["high"], algorithm["value"]["coefficient"], algorithm["advantage"]["lam"]) == (0.3, 0.5, 0.9)
+    assert (algorithm["clip"]["high"], algorithm["value"]["coefficient"], algorithm["advantage"]["lam"]) == (
+        0.3,
+        0.5,
+        0.9,
+    )
     assert ppo["critic"]["learning_rate"] == 3e-6
     gkd = GKDConfig(lmbda=1.0, beta=0.2, max_new_tokens=24, per_device_train_batch_size=2).to_tree()
     assert (gkd["algorithm"]["distillation"]["beta"], gkd["rollout"]["prompts_per_step"]) == (0.2, 2)
