@@ -139,7 +139,7 @@ def _sample(
     tools = check_tools(row.get(TOOLS))
     if "conversations" in row:  # ShareGPT's tools are bare function schemas
         tools = tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in tools)
-    columns = {COMPLETIONS: completions} | ({TOOLS: tools} if tools else {})
+    columns: dict[str, Any] = {COMPLETIONS: completions} | ({TOOLS: tools} if tools else {})
     columns |= {TEMPLATE_KWARGS: variables} if (variables := template_kwargs(row)) else {}
     return Problem(problem_id=place, prompt=prompt, ground_truth=None, columns=columns, images=images)
 
@@ -805,9 +805,9 @@ class TokenizedSamples:
         shown: list[tuple[Sequence[Image], str]] = []
         """Pictures of each piece, and the name of its row."""
         for problem, unmarked in rows:
-            is_text, pictures = problem.prompt == "", problem.images
-            if unmarked[0].trained:  # behind the prompt
-                pictures = pictures[count_places(problem.prompt) :]
+            is_text = problem.prompt == ""
+            behind = count_places(problem.prompt) if unmarked[0].trained else 0  # pictures of the prompt are not shown
+            pictures: Sequence[Image] = problem.images[behind:]
             pieces = [
                 piece if piece.trained else Piece(processor.marked(piece.text, problem), False) for piece in unmarked
             ]
@@ -815,16 +815,13 @@ class TokenizedSamples:
                 count = 0 if trained else unmarked[number].text.count(PLACE)
                 shown.append((pictures[:count], problem.problem_id))
                 pictures = pictures[count:]
-                before = (
-                    None
-                    if is_text and not number
-                    else ""
-                    if trained
-                    else self._writer.last_token(pieces[number - 1].text)
-                    if number
-                    else None
-                )
-                items.append((text, "\n" if before == "" else before or ""))
+                if not number and (is_text or not trained):
+                    before = ""
+                elif trained:
+                    before = "\n"
+                else:
+                    before = self._writer.last_token(pieces[number - 1].text) or "\n"
+                items.append((text, before))
         fronts = {before: token_ids(tokenizer, before) for before in {before for _, before in items}}
         joined = [before + text for text, before in items]
         # masks would take as long as the ids
