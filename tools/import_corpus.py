@@ -3,8 +3,8 @@
     python tools/import_corpus.py CHECKOUTS [--fetch] [--out docs/development/import_corpus.md]
 
 `CHECKOUTS` holds a checkout of each repository that `tools/import_corpus.txt` names, at its commit; `--fetch` clones
-those that are missing from GitHub. Each file of a pattern there is imported, and the table has its result: the kind of run, the number of steps left to the user, or the
-error. Nothing in the files is executed.
+those that are missing from GitHub. Each file of a pattern there is imported, and the table has its result: the kind of
+run, the number of steps left to the user, or the error. Nothing in the files is executed.
 """
 
 import argparse
@@ -21,7 +21,7 @@ LIST = Path(__file__).with_suffix(".txt")
 
 
 def fetch(checkouts: Path) -> None:
-    """Clone the repositories of the list that are missing, without the contents of files, and check out their commits."""
+    """Clone the repositories of the list that are missing, and check out their commits."""
     for line in LIST.read_text().splitlines():
         name, _, commit = line.partition(" ")[0].partition("@")
         folder = checkouts / name.replace("/", "+")

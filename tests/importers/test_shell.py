@@ -66,8 +66,10 @@ CASE = 'case "$A" in\n x|"y")  n=1 ;;\n  z*) n=2\n    m=(a $((1 + 2)))\n  ;;\n *
     ('if [ "${D:-gpu}" = gpu ] && { [ x = y ] || [ 2 -ge 2 ]; }; then n=1; fi; run $n', "1"),
     ("A=3; if (( A > 2 )); then n=1; fi; run $n", "1"), ("if ! [ -z $X ]; then n=1; fi; run ${n:-2}", "2"),
     ("n=1; while [ $# -gt 0 ]; do n=$1; shift; done; run $n", "1"), ('n=1; [ "$D" = npu ] && n=2; run $n', "1"),
-    ("n=1; [ a = b ] || n=2; run $n", "2"), ("if [ a = b ]; then if [ a ]; then n=1; fi; fi; run ${n:-2}", "2"),
-    (f"A=y\n{CASE}", "1 ${m[@]}"), (f"A=zz\n{CASE}", "2 a 3"), (f"A=b\n{CASE}", "3 ${m[@]}"), ('run "${N:="a b"}" x \\', "a b|x"),
+    ("n=1; [ a = b ] || n=2; run $n", "2"),
+    ("if [ a = b ]; then if [ a ]; then n=1; fi; fi; run ${n:-2}", "2"),
+    (f"A=y\n{CASE}", "1 ${m[@]}"), (f"A=zz\n{CASE}", "2 a 3"), (f"A=b\n{CASE}", "3 ${m[@]}"),
+    ('run "${N:="a b"}" x \\', "a b|x"),
     ('D=$(python3 -c "import torch_npu" 2>/dev/null && echo npu || echo gpu); run $D', "gpu"),
     ('n=1; if [ "$(nproc)" -gt 8 ]; then n=2; fi; run "$n" `a; b` "x;y"', "$n|`a; b`|x;y"),  # only the shell knows
     ("n=1; for f in a b; do n=2; done; run ${n:-3}", "${n:-3}"), ("if [ -f a ]; then n=1; fi; run $n", "$n"),
