@@ -97,11 +97,10 @@ WITHOUT_MEANING: Mapping[str, str] = {
 """Arguments that do not affect what is trained -> reason."""
 
 REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "min_p": ((None, 0, 0.0), "completions are sampled with temperature, top_p and top_k"),
     "repetition_penalty": ((None, 1, 1.0), "completions are sampled from the unmodified model"),
     "vllm_structured_outputs_regex": ((None,), "completions are sampled from the unmodified model"),
     "vllm_guided_decoding_regex": ((None,), "completions are sampled from the unmodified model"),
-    "vllm_sampling_params": ((None,), "set temperature, top_p, top_k and generation_kwargs; there is no min_p"),
+    "vllm_sampling_params": ((None,), "set temperature, top_p, top_k, min_p and generation_kwargs"),
     "use_adaptive_entropy": ((None, False), "the coefficient of the entropy is constant here"),
     "sync_ref_model": ((None, False), "the reference model is fixed here"),
     "neftune_noise_alpha": ((None, 0, 0.0), "noise on embeddings is not supported"),
@@ -416,6 +415,7 @@ SCHEDULES = {
     "cosine_with_min_lr": "cosine",
     "constant": "constant",
     "constant_with_warmup": "constant",
+    "inverse_sqrt": "inverse_sqrt",
 }
 OPTIMIZERS = {
     **dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "adamw"),
