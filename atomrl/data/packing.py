@@ -5,13 +5,25 @@ from __future__ import annotations
 import bisect
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from atomrl.data.offline import Example
 
+class Row(Protocol):
+    """A row of tokens, a named tuple (`offline.Example`)."""
+
+    @property
+    def tokens(self) -> NDArray[np.int32]: ...
+
+    @property
+    def learned(self) -> NDArray[np.bool_]: ...
+
+    def _replace(self, **fields: Any) -> Self: ...
+
+
+AnyRow = TypeVar("AnyRow", bound=Row)
 Strategy = Literal["bfd", "bfd_split", "wrapped"]
 AT_ONCE = 1000
 """Demonstrations that are packed together, in the order of the data: TRL's `Dataset.map` has batches of this size."""
@@ -52,14 +64,14 @@ def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
     return blocks
 
 
-def packed(examples: Sequence[Example], size: int, strategy: Strategy) -> list[list[Example]]:
+def packed(examples: Sequence[AnyRow], size: int, strategy: Strategy) -> list[list[AnyRow]]:
     """Put examples together to blocks of at most `size` tokens.
 
     Args:
         strategy: `bfd`: whole examples, cut at `size`, as rows of their own; `bfd_split`: the same, but what is cut off
             is a further row; `wrapped`: the examples end to end, cut every `size` tokens, as one row.
     """
-    blocks: list[list[Example]] = []
+    blocks: list[list[AnyRow]] = []
     for start in range(0, len(examples), AT_ONCE):
         chunk = examples[start : start + AT_ONCE]
         if strategy == "wrapped":
@@ -74,7 +86,7 @@ def packed(examples: Sequence[Example], size: int, strategy: Strategy) -> list[l
     return blocks
 
 
-def _cut(example: Example, size: int) -> list[Example]:
+def _cut(example: AnyRow, size: int) -> list[AnyRow]:
     starts = range(0, len(example.tokens), size)
     return [
         example._replace(tokens=example.tokens[at : at + size], learned=example.learned[at : at + size])
