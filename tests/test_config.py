@@ -138,7 +138,7 @@ def test_all_mistakes_are_named_at_once():
     assert "data: is required" in text and "train.steps: " in text and "'train.stepz'" in text
 
 
-def test_a_run_s_folder_stands_for_its_config(tmp_path):
+def test_a_runs_folder_stands_for_its_config(tmp_path):
     (tmp_path / "config.yaml").write_text("run_name: mine\nmodel: {path: m}\ndata: {train: chain}\n")
     config = load_config(tmp_path, ["seed=3"])
     assert (config.run_name, config.seed) == ("mine", 3)

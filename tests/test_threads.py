@@ -123,7 +123,7 @@ class Others:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/stat")
-def test_units_follow_the_load_and_all_threads_come_back(two_threads, monkeypatch):
+def test_units_follow_the_load_and_all_threads_return(two_threads, monkeypatch):
     monkeypatch.setattr(threads, "Load", Others)
     monkeypatch.setattr(threads, "UPDATE_S", 0.0)
     with adaptive_threads():

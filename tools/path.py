@@ -23,7 +23,7 @@ PATH: Mapping[str, Sequence[str]] = {
         "config/loading.py::load_config",
         "config/loading.py::read_tree",
         "config/loading.py::parse_overrides",
-        "config/loading.py::read_yaml",
+        "common/yaml_files.py::read_yaml",
         "config/loading.py::merge_trees",
         "algorithms/__init__.py::objective_of",
         "objectives/base.py::Objective.override",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from atomrl.data.files import DataError, RawRow, error_list
 from atomrl.data.offline import demonstration_reader, preference_reader
 from atomrl.data.problems import COMPLETIONS, PromptContent, problem_reader, read_source, to_problems
+from atomrl.data.stored import repeated
 from atomrl.data.tasks import normalise_content
 from atomrl.types import Problem
 
@@ -101,20 +102,6 @@ def _words(turns: PromptContent) -> PromptContent:
 def _section(title: str, pairs: Sequence[tuple[str, str]]) -> list[str]:
     lines = [f"{title}: {len(pairs)}"]
     return [*lines, error_list([f"{here} is a duplicate of {there}" for here, there in pairs])] if pairs else lines
-
-
-def repeated(problems: Sequence[Problem], key: Callable[[Problem], Hashable]) -> list[tuple[str, str]]:
-    """Return (place, place of the first problem with the same key) of every repeated problem; a key of None is skipped.
-
-    Example:
-        >>> problems = [Problem(problem_id=f"a:{n}", prompt=text, ground_truth="") for n, text in enumerate("xyx")]
-        >>> repeated(problems, lambda problem: problem.prompt)
-        [('a:2', 'a:0')]
-    """
-    first: dict[Hashable, str] = {}
-    keys = [(key(problem), problem.problem_id) for problem in problems]
-    pairs = [(place, first.setdefault(value, place)) for value, place in keys if value is not None]
-    return [(place, there) for place, there in pairs if place != there]
 
 
 def repetitions(problems: Sequence[Problem]) -> list[str]:

@@ -168,8 +168,8 @@ def check_used(
             )
     holders = [("column", row), *(("key", message) for message in given)]
     for what, holder in holders:
-        others = (name for name in MEDIA if name not in used and not (images and name == IMAGES))
-        if name := next((name for name in others if _filled(holder.get(name))), None):
+        others = (name for name in MEDIA if name in holder and name not in used and not (images and name == IMAGES))
+        if name := next((name for name in others if _filled(holder[name])), None):
             raise DataError(
                 f"{what} {name!r} has pictures, films or sound, and the run reads text alone: remove the {what} if "
                 "the text can be understood without it, or the row"
@@ -183,7 +183,7 @@ def check_used(
                 )
     shown = "\n".join([*messages, trained or ""])
     for name in (*CONVERSATIONS, *(() if trained is None else THOUGHTS)):
-        if name in used:
+        if name not in row or name in used:
             continue
         left = next((text for text in _words(row.get(name), trained is not None) if text not in shown), None)
         if left is not None:

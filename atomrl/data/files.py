@@ -300,7 +300,7 @@ def _record_batches(path: Path) -> Iterator[Any]:
                 yield from reader
     else:
         with parquet.ParquetFile(path) as reader:
-            yield from reader.iter_batches()
+            yield from reader.iter_batches(batch_size=4096)  # as Python objects 65,536 rows, its default, take 300 MB
 
 
 def batch_rows(batch: Any) -> Iterator[tuple[dict[str, Any] | None, str | None]]:

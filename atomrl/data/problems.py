@@ -35,7 +35,7 @@ from atomrl.data.columns import (
     with_system,
 )
 from atomrl.data.files import DataError, DataNotHere, RawRow, error_list, find_hub_source, hub_rows, read_rows
-from atomrl.data.stored import StoredProblems
+from atomrl.data.stored import StoredProblems, alike
 from atomrl.data.tasks import GENERATORS, Draw, find_completions, generate, is_generator
 from atomrl.types import Image, Message, Problem, Prompt
 
@@ -851,9 +851,10 @@ class PromptStream:
         """
         if not problems:
             raise DataError("a stream needs at least one problem")
-        ids = {problem.problem_id for problem in problems}
-        if len(ids) < len(problems):
-            raise DataError(f"problem ids must be unique: {len(problems)} problems have {len(ids)} ids")
+        same = [problem.problem_id for problem in alike(problems, lambda problem: problem.problem_id)]
+        if len(set(same)) < len(same):
+            count = len(problems) - len(same) + len(set(same))
+            raise DataError(f"problem ids must be unique: {len(problems)} problems have {count} ids")
         self.problems = problems
         self.seed = seed
         self.shuffle = shuffle

@@ -7,12 +7,12 @@ No GPU has run them yet: they are compared with bitsandbytes on the CPU, in Trit
 on a GPU before they are used there.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from atomrl.models.quantized import QuantizedLinear
 
 # mypy: ignore-errors
 
@@ -74,7 +74,7 @@ def product_kernel(
     tl.store(target, total.to(out.dtype.element_ty), mask=mask)
 
 
-def dequantize(layer: QuantizedLinear, out: Tensor) -> Tensor:
+def dequantize(layer: Any, out: Tensor) -> Tensor:
     """Dequantize the weight of a `QuantizedLinear` into `out` [out, in], whose rows may be parts of wider ones."""
     size = layer.out_features * layer.in_features
     # Without fusion, as bitsandbytes rounds: a product and a sum of scales are two operations.
@@ -84,7 +84,7 @@ def dequantize(layer: QuantizedLinear, out: Tensor) -> Tensor:
     return out
 
 
-def multiply(x: Tensor, layer: QuantizedLinear, b: Tensor, start: Tensor | None, out: Tensor) -> Tensor:
+def multiply(x: Tensor, layer: Any, b: Tensor, start: Tensor | None, out: Tensor) -> Tensor:
     """Compute start + x [:, :in] W^T + x[:, in:] b^T of a `QuantizedLinear` from its codes, rounded once.
 
     Args:
@@ -99,36 +99,35 @@ def multiply(x: Tensor, layer: QuantizedLinear, b: Tensor, start: Tensor | None,
     product_kernel[(triton.cdiv(layer.out_features, 64), triton.cdiv(rows, row_block))](
         x, x.stride(0), *_parts(layer), b, b.stride(0), out if start is None else start, stride, out, out.stride(0),
         rows, layer.out_features, layer.in_features, columns, max(16, triton.next_power_of_2(columns)),
-        row_block, 64, 64, start is not None, num_warps=4, num_stages=3,
+        row_block, 64, 64, start is not None, num_warps=4, num_stages=2,
     )  # fmt: skip
     return out
 
 
-def _parts(layer: QuantizedLinear) -> tuple[Tensor, ...]:
+def _parts(layer: Any) -> tuple[Tensor, ...]:
     table, scale_map = layer.tables()
     return layer.codes, table, layer.scales, scale_map, layer.scale_scales, layer.mean
 
 
-def check(device: torch.device) -> None:
-    """Compare the kernels with bitsandbytes on a device.
+def check(layer: Any) -> None:
+    """Compare the kernels with bitsandbytes on the device of a `QuantizedLinear`.
 
     Raises:
         RuntimeError: one differs.
     """
-    chance = torch.Generator().manual_seed(0)
-    linear = torch.nn.Linear(320, 96, bias=False)
-    linear.weight.data.normal_(generator=chance)
-    layer = QuantizedLinear(linear.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32), "nf4")
-    wide = torch.zeros(96, 320 + 32, dtype=layer.dtype, device=device)
-    if not torch.equal(dequantize(layer, wide[:, :320]), layer.weight):
+    chance, weight = torch.Generator().manual_seed(0), layer.weight
+    outputs, inputs = weight.shape
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=chance).to(weight)
+
+    wide = normal(outputs, inputs + 32)
+    if not torch.equal(dequantize(layer, wide[:, :inputs]), weight):
         raise RuntimeError("the Triton kernel for nf4 differs from bitsandbytes")
-    wide[:, 320:].normal_()
     for rows in (3, 70):
-        x = torch.randn(rows, 352, generator=chance).to(device, layer.dtype)
-        start = torch.randn(rows, 96, generator=chance).to(device, layer.dtype)
+        x, start = normal(rows, inputs + 32), normal(rows, outputs)
         right = start.float() + x.float() @ wide.float().t()
-        error = (
-            multiply(x, layer, wide[:, 320:], start, torch.empty_like(start)).float() - right
-        ).norm() / right.norm()
-        if not error <= (1e-5 if layer.dtype == torch.float32 else 1e-2):
+        mine = multiply(x, layer, wide[:, inputs:], start, torch.empty_like(start))
+        error = float((mine.float() - right).norm() / right.norm())
+        if not error <= (1e-5 if weight.dtype == torch.float32 else 1e-2):
             raise RuntimeError(f"the Triton product for nf4 differs from PyTorch's by {error:.1e}")

@@ -60,7 +60,7 @@ def nf4_kernels(device: torch.device) -> Any | None:
         from atomrl.models import nf4_kernels as kernels
 
         with torch.cuda.device(device):
-            kernels.check(device)
+            kernels.check(QuantizedLinear(nn.Linear(320, 96, bias=False).to(device, torch.bfloat16), "nf4"))
     except Exception as error:
         log.warning("nf4: rollouts dequantize with bitsandbytes, with one copy more: %s", error)
         return None

@@ -123,7 +123,7 @@ def decode(data: Any, remote: Callable[[int], Any]) -> Any:
 # ---- The solution's process ----
 
 
-def serve() -> None:
+def serve_programs() -> None:
     """Serve calls of the tests on the original stdin and stdout. The solution's own streams are /dev/null."""
     reader, writer = _take_streams()
     objects: list[Any] = []
@@ -334,6 +334,6 @@ def _free_names(source: str) -> tuple[list[str], list[str]]:
 if __name__ == "__main__":
     sys.set_int_max_str_digits(0)
     if os.path.exists(os.path.join(HERE, "solution.py")):
-        serve()
+        serve_programs()
     else:
         test()

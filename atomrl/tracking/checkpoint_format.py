@@ -49,9 +49,9 @@ class Counts:
     """
 
     updates: int
-    skipped_in_a_row: Mapping[str, int]
+    skipped_in_a_row: Mapping[Any, int]
     ranks: int = 1
-    steps: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    steps: Mapping[Any, Mapping[str, int]] = field(default_factory=dict)
 
     def write(self, state: Path, prefix: str = "") -> None:
         """Write the counts into the folder `training_state`."""

@@ -37,7 +37,7 @@ from atomrl.models.memory import empty_model
 from atomrl.models.quantized import linears
 from atomrl.models.reward_model import is_classifier
 from atomrl.models.shapes import is_whole, text_config, tower_weights
-from atomrl.models.transformers_model import check_causal
+from atomrl.models.transformers_model import check_causal, check_trainable
 from atomrl.models.vision import why_no_images
 from atomrl.objectives import PolicyObjective
 from atomrl.objectives.base import Custom
@@ -103,13 +103,15 @@ def check_policy(config: RunConfig) -> None:
         try:
             shape = model_config_only(config.model.path, config.model.trust_remote_code)
             check_causal(shape, config.model.path)
-            if is_whole(shape) and text_config(shape) is not shape:
-                tower_weights(empty_model(shape, config.model.trust_remote_code))  # raises if it is not known
-                if why_no_images(shape, config.model.path):
-                    log.warning(
-                        "model.path: %s has a vision tower: the run is on text only, and the tower is saved unchanged",
-                        config.model.path,
-                    )
+            if unsupported(shape) is not None:
+                empty = empty_model(shape, config.model.trust_remote_code)
+                check_trainable(empty)
+                tower_weights(empty)  # raises if it is not known
+            if is_whole(shape) and text_config(shape) is not shape and why_no_images(shape, config.model.path):
+                log.warning(
+                    "model.path: %s has a vision tower: the run is on text only, and the tower is saved unchanged",
+                    config.model.path,
+                )
         except ConfigError as error:
             raise type(error)(f"model.path: {error}") from error
 

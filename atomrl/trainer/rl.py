@@ -192,6 +192,8 @@ class RLRun(PreparedRun):
         objective = config.algorithm
         assert not isinstance(objective, RewardModelObjective), "the kind of run is chosen by the algorithm"
         engine = check_engine(config, path)
+        if instead := build.engine_class(config.rollout, path, config.model)[1]:
+            self.engine_reason += f"; the hf engine draws in its place: {instead}"
         check_correction(config, engine)
         on_policy = config.rollout.source == "engine" and not (
             config.asynchronous and config.asynchronous.max_staleness
@@ -298,7 +300,7 @@ class RLRun(PreparedRun):
         if self.cluster is not None and "reward" in self.cluster.wanted:
             move_models(self.rewards, self.cluster)
         # The engine; a run that reads a pool needs one only for evaluations.
-        pooled, engine = config.rollout.source == "pool", None
+        pooled, engine, base = config.rollout.source == "pool", None, None
         if not pooled or self.held_out:
             engine_config, share = with_share(config, self.algorithm)
             rollout = engine_config.rollout
@@ -324,11 +326,11 @@ class RLRun(PreparedRun):
         source: GroupSource
         transfer: WeightTransfer
         if pooled:
-            source, transfer = self._open_pool(stack)
+            source, transfer = self._open_pool(stack, base is not None)
         else:
             engine = not_none(engine)
             self.stream.position = progress.position
-            transfer = InProcessTransfer(self.trainer, engine, self.record.progress.note)
+            transfer = InProcessTransfer(self.trainer, engine, self.record.progress.note, shared=base is not None)
             # The engine has loaded the weights of the folder that training starts from.
             if engine.version != progress.step or config.model.quantization:
                 transfer(progress.step)
@@ -378,7 +380,7 @@ class RLRun(PreparedRun):
             "sampling": build.train_sampling(self.config),
         }
 
-    def _open_pool(self, stack: ExitStack) -> tuple[GroupSource, WeightTransfer]:
+    def _open_pool(self, stack: ExitStack, shared: bool) -> tuple[GroupSource, WeightTransfer]:
         """Return a source that reads a pool, and a transfer that publishes weights for the processes that fill it."""
         config, step = self.config, self.progress.step
         pool = RolloutPool(config.pool_file, config.pool)
@@ -389,7 +391,7 @@ class RLRun(PreparedRun):
         published = PublishedWeights(config.run_dir)
         engine_alone = None
         if self.engine is not None:
-            engine_alone = InProcessTransfer(self.trainer, self.engine, self.record.progress.note)
+            engine_alone = InProcessTransfer(self.trainer, self.engine, self.record.progress.note, shared)
 
         def transfer(version: int) -> None:
             published.write(self.trainer, version, reader)

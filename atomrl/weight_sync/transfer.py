@@ -39,12 +39,23 @@ class InProcessTransfer:
         trainer: source of the weights.
         engine: destination of the weights.
         note: called with a line after the first transfer: how many tensors were verified.
+        shared: the engine uses the trainer's base weights (`FrozenBase`): they are never sent, and must not change from
+            now on.
     """
 
-    def __init__(self, trainer: TrainingBackend, engine: RolloutEngine, note: Callable[[str], None] = log.info) -> None:
+    def __init__(
+        self,
+        trainer: TrainingBackend,
+        engine: RolloutEngine,
+        note: Callable[[str], None] = log.info,
+        shared: bool = False,
+    ) -> None:
         self.trainer, self.engine, self.read_back, self.note = trainer, engine, ReadBack(engine), note
         self.base: Expected | None = None
         """Hashes of the base weights below the adapters, once the engine has them."""
+        if shared:
+            held = engine.weight_hashes()
+            self.base = {(weight.name, weight.dtype): weight.value for weight in held if weight.value is not None}
         self.dtypes: Mapping[str, set[torch.dtype]] = {}
         """The engine's dtypes of each weight, known after the first transfer."""
 

@@ -106,7 +106,7 @@ def test_the_search_accepts_nothing_else(step):
     }
 
 
-def test_weights_come_back_bit_for_bit():
+def test_weights_are_restored_bit_for_bit():
     parameters = [torch.tensor([[0.1, -0.0], [1e-40, 3.0]]), torch.tensor(math.pi)]
     start = flat(parameters)
     kept = [p.clone() for p in parameters]

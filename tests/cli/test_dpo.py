@@ -76,7 +76,7 @@ def test_what_a_run_leaves(folder, capsys):
 
 
 @pytest.mark.parametrize(("name", "data"), [("dpo", "pairs"), ("bco", "labels"), ("kto", "labels")])
-def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(folder, monkeypatch, name, data):
+def test_a_run_that_was_killed_continues_as_if_it_had_not_been(folder, monkeypatch, name, data):
     """The error stands for a kill: it comes in the midst of an update, of which nothing is kept."""
     changes = {
         "algorithm": {"name": name},

@@ -114,7 +114,7 @@ def test_servers_have_to_be_named(machine, folder):
         chosen(folder, rollout={"server": "http://127.0.0.1:8000"})
 
 
-def test_a_run_records_its_engine_and_keeps_it_when_it_goes_on(machine, folder, tmp_path):
+def test_a_run_records_its_engine_and_keeps_it_when_it_continues(machine, folder, tmp_path):
     settings = [*arithmetic_run(folder, "chosen", "{function: tests.light_rewards.odd_length}"), "train.steps=1"]
     assert main(["train", *settings]) == 0
     run = folder.parent / "runs" / "chosen"

@@ -236,7 +236,7 @@ def test_export_mistakes(capsys, tmp_path):
     assert "already exists" in fails(capsys, ["export", tmp_path, tmp_path / "full"])
 
 
-def test_ctrl_c_says_how_to_go_on(capsys, config, monkeypatch):
+def test_ctrl_c_says_how_to_continue(capsys, config, monkeypatch):
     def interrupted(config):
         config.run_dir.mkdir(parents=True)
         raise KeyboardInterrupt

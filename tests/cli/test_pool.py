@@ -93,7 +93,7 @@ def test_several_steps_off_policy_are_corrected_by_default(folder, capsys):
 @pytest.mark.parametrize(
     "killed_in", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 )
-def test_a_trainer_that_was_killed_goes_on_exactly(folder, capsys, monkeypatch, killed_in):
+def test_a_trainer_that_was_killed_continues_exactly(folder, capsys, monkeypatch, killed_in):
     assert main(["pool", "fill", "c.yaml", "--groups", "14"]) == 0
     (folder / "runs" / "pools" / "second.sqlite").write_bytes((folder / "runs" / "pools" / "first.sqlite").read_bytes())
     given = ["train", "c.yaml", FROM_POOL, "checkpoint.every_steps=2"]
@@ -135,7 +135,7 @@ def test_trainer_and_producer_at_once(folder, capsys):
     assert json.loads(out)["version"] > 20
 
 
-def test_a_run_that_starts_anew_needs_no_cleaning_up(folder, capsys):
+def test_a_run_that_starts_over_needs_no_cleaning_up(folder, capsys):
     import shutil
 
     assert main(["pool", "fill", "c.yaml", "--groups", "4"]) == 0
@@ -163,7 +163,7 @@ def test_a_pool_of_another_config_is_refused_before_the_run(folder, capsys):
     assert main(["train", "c.yaml", FROM_POOL, "--dry-run"]) == 0
 
 
-def test_an_empty_pool_ends_with_a_message_and_goes_on(folder, capsys):
+def test_an_empty_pool_ends_with_a_message_and_continues(folder, capsys):
     assert main(["pool", "fill", "c.yaml", "--groups", "4"]) == 0
     error = fails(capsys, "train", "c.yaml", FROM_POOL, "train.steps=2", "pool.timeout_s=0.5")
     assert "step 2 waited for pool.timeout_s=0.5 seconds" in error and "Traceback" not in error

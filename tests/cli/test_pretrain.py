@@ -118,7 +118,7 @@ def test_micro_batches_do_not_change_the_loss(folder):
         assert first == pytest.approx(second, rel=1e-4)
 
 
-def test_it_goes_on_from_a_model_that_is_there(folder, capsys):
+def test_it_continues_from_a_model_that_is_there(folder, capsys):
     make_tiny_model(folder / "model")
     assert main(["data", "prepare", "text.txt", "--tokenizer", "model", "--out", "own"]) == 0
     there = ["model.path=model", "pretrain.gpt=null", "train.steps=1"]

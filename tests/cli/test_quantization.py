@@ -31,7 +31,7 @@ def test_the_engine_draws_from_the_quantised_policy_from_the_first_step_on(folde
     assert len(gaps) == 2 and max(gaps) < 1e-5
 
 
-def test_a_run_goes_on_exactly_and_is_exported(folder, capsys):
+def test_a_run_continues_exactly_and_is_exported(folder, capsys):
     changes = ["train.steps=3", "checkpoint.every_steps=1", "checkpoint.keep=9"]
     assert main(["train", "c.yaml", "run_name=whole", *changes]) == 0
     assert main(["train", "c.yaml", "run_name=parts", *changes, "train.steps=2"]) == 0

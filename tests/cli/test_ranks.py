@@ -76,7 +76,7 @@ def test_ranks_talk_through_the_loopback_where_all_are_on_this_machine(monkeypat
     assert started is not None and (started.local_world == started.world) == alone
 
 
-def test_two_ranks_make_the_run_of_one_process_and_go_on(train):
+def test_two_ranks_make_the_run_of_one_process_and_continue(train):
     folder, two = train.folder, ["backend.type=fsdp", "backend.ranks=2"]
     assert train("alone")[0] == train("two", *two, "train.steps=2")[0] == 0
     code, said = train("two", *two, "--resume")
@@ -122,7 +122,7 @@ def test_the_run_of_one_process_started_in_any_way_and_resumed_on_any_number(tra
 
 
 @pytest.mark.slow
-def test_ranks_that_share_matrices_make_the_run_of_one_process_and_go_on(train):
+def test_ranks_that_share_matrices_make_the_run_of_one_process_and_continue(train):
     """Drawing with an engine that takes their weights after every step."""
     folder, two = train.folder, ["backend.type=fsdp", "backend.ranks=2", "backend.tensor=2"]
     assert train("alone")[0] == train("tensor", *two)[0] == 0

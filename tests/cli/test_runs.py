@@ -100,7 +100,7 @@ def test_train_export_and_what_a_run_leaves(folder, capsys):
     assert "no run to resume" in fails(capsys, "train", "c.yaml", "run_name=other", "--resume")
 
 
-def test_a_stop_signal_saves_and_resume_goes_on(folder, capsys, monkeypatch):
+def test_a_stop_signal_saves_and_resume_continues(folder, capsys, monkeypatch):
     log = Recorder.log
 
     def interrupt_after_step_1(self, step, metrics):

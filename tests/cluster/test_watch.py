@@ -68,7 +68,7 @@ def until_it_answers(watch):
             time.sleep(0.05)
 
 
-def test_a_silent_server_is_named_and_may_come_back(watched, server):
+def test_a_silent_server_is_named_and_may_return(watched, server):
     time.sleep(0.5)
     until_it_answers(watched)
     server.speaks = False

@@ -140,7 +140,7 @@ def pair_loss(outputs, batch):
 REWARD = make_algorithm(loss=pair_loss, outputs=frozenset({"scores"}), row_unit="pair")
 
 
-def test_a_reward_model_learns_and_goes_on_exactly(make, tmp_path):  # noqa: F811
+def test_a_reward_model_learns_and_continues_exactly(make, tmp_path):  # noqa: F811
     lengths = torch.full((6,), 10)  # of one length, so that micro-batches leave the rows in order
     batch = make_batch(lengths=lengths, longest=10)
     backend = make(REWARD)

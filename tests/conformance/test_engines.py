@@ -379,7 +379,7 @@ def test_nothing_stops_before_the_minimum(make_engine, plain_folder):
         assert not {*stop, EOS} & set(response(completion)[:20])
 
 
-def test_ignore_eos_goes_on(make_engine, plain_folder):
+def test_ignore_eos_continues(make_engine, plain_folder):
     sampling = SamplingParams(completions_per_prompt=16, max_completion_tokens=40, ignore_eos=True)
     outputs = generate(make_engine(plain_folder), prompts_of(*random_prompts(4)), sampling)
     assert {(len(response(completion)), completion.finish_reason) for completion in outputs} == {(40, "length")}

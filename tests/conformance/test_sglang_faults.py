@@ -120,7 +120,7 @@ def check_goes_on(engine: SGLangEngine, trainer: Trainer, version: int) -> None:
     InProcessTransfer(trainer, engine)(version + 1)
 
 
-def test_a_server_killed_during_a_broadcast_comes_back_with_the_weights(either, connect, folder, monkeypatch):
+def test_a_server_killed_during_a_broadcast_returns_with_the_weights(either, connect, folder, monkeypatch):
     engine, trainer = connect(), Trainer(folder)
     transfer = InProcessTransfer(trainer, engine)
     transfer(1)
@@ -134,9 +134,7 @@ def test_a_server_killed_during_a_broadcast_comes_back_with_the_weights(either, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
-def test_a_server_killed_before_or_after_a_broadcast_comes_back_with_the_weights(
-    fake, connect, folder, monkeypatch, path
-):
+def test_a_server_killed_before_or_after_a_broadcast_returns_with_the_weights(fake, connect, folder, monkeypatch, path):
     engine, trainer = connect(), Trainer(folder)
     transfer = InProcessTransfer(trainer, engine)
     transfer(1)
@@ -171,7 +169,7 @@ def test_a_server_that_stops_during_a_broadcast_is_named_within_its_time(either,
 
 
 @pytest.mark.slow
-def test_a_foreign_server_that_stays_away_is_named_within_its_time(fake, connect, folder, monkeypatch):
+def test_a_foreign_server_that_stays_unavailable_is_named_within_its_time(fake, connect, folder, monkeypatch):
     process = ServerProcess(fake)
     try:
         end = time.monotonic() + 60
@@ -199,7 +197,7 @@ def up(url: str) -> bool:
 
 
 @pytest.mark.slow
-def test_a_server_killed_again_during_its_restart_comes_back(fake, connect, folder, monkeypatch):
+def test_a_server_killed_again_during_its_restart_returns(fake, connect, folder, monkeypatch):
     engine, trainer = connect(), Trainer(folder)
     transfer = InProcessTransfer(trainer, engine)
     transfer(1)

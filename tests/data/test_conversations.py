@@ -413,7 +413,7 @@ def test_sharegpt_preferences(rows):
     assert good == "good<|im_end|>"
 
 
-def test_a_system_prompt_that_is_shown_in_use_alone_stands_before_the_last_answer(rows, caplog):
+def test_a_system_prompt_that_is_shown_in_use_alone_is_before_the_last_answer(rows, caplog):
     """Mistral's templates write it into the last message if that is the user's, so a whole conversation has none."""
     system = {"role": "system", "content": "Be brief."}
     text, trained = family_row(rows, "mistral", [system, *TWO])

@@ -17,7 +17,7 @@ VALUES = [
 
 
 @pytest.mark.parametrize("in_memory", [1, 1 << 20])
-def test_problems_come_back_as_they_were(monkeypatch, in_memory):
+def test_problems_are_restored(monkeypatch, in_memory):
     monkeypatch.setattr(stored, "IN_MEMORY", in_memory)
     given = [
         Problem(

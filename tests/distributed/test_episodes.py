@@ -105,7 +105,7 @@ def in_vllm(vllm, folder, request):
         yield episodes
 
 
-def test_vllm_goes_on_from_its_prefix_cache(in_vllm, folder):
+def test_vllm_continues_from_its_prefix_cache(in_vllm, folder):
     llm, cached = in_vllm.engine.llm, {}
     step = llm.step
 

@@ -258,7 +258,7 @@ def test_auto_is_never_the_cluster_of_another_run(folder, capsys, monkeypatch, t
     assert "cluster.address=auto: no cluster was started on this machine" in capsys.readouterr().err
 
 
-def test_a_trainer_that_dies_ends_the_run_which_goes_on(tmp_path):
+def test_a_trainer_that_dies_ends_the_run_which_continues(tmp_path):
     prepare(tmp_path)
     run, whole = TrainingRun(tmp_path, "run"), TrainingRun(tmp_path, "whole")
     try:
@@ -304,7 +304,7 @@ def test_a_node_goes_and_its_engine_is_started_on_another(tmp_path, nodes):
         run.end()
 
 
-def test_a_node_goes_and_the_run_ends_and_goes_on(tmp_path, nodes):
+def test_a_node_goes_and_the_run_ends_and_continues(tmp_path, nodes):
     cluster, arguments = nodes
     going = cluster.add_node(num_cpus=2)
     run = TrainingRun(tmp_path, "run", *arguments)

@@ -58,7 +58,7 @@ def of_rank(run: TrainingRun, rank: int) -> int:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_new_group_goes_on_after_an_actor_is_killed(tmp_path, rank):
+def test_a_new_group_continues_after_an_actor_is_killed(tmp_path, rank):
     prepare(tmp_path)
     given = yaml.safe_load((tmp_path / "c.yaml").read_text())
     del given["cluster"]["resources"]["reference"]

@@ -72,7 +72,7 @@ def test_a_replica_that_dies_loses_no_completion(engine, seconds):
 
 
 @pytest.mark.short
-def test_it_comes_back_with_the_current_weights(engine, folder):
+def test_it_returns_with_the_current_weights(engine, folder):
     old = generate(engine, PROMPTS, SAMPLING)
     tensors = [(name, torch.full(shape, 0.01)) for name, shape in engine.weight_shapes().items()]
     engine.update_weights(WeightUpdate(version=3, tensors=tensors))

@@ -63,7 +63,7 @@ def pid(cluster: RayCluster) -> int:
 
 
 @pytest.mark.short
-def test_the_same_scores_and_it_comes_back_when_it_dies(folder, cluster, moved, caplog):
+def test_the_same_scores_and_it_returns_when_it_dies(folder, cluster, moved, caplog):
     expected = values(build(folder)(rollouts(BATCH)))
     assert len({score for group in expected for score in group}) == 5
     assert values(moved(rollouts(BATCH))) == expected

@@ -139,7 +139,7 @@ def test_every_replica_holds_the_sent_weights(engine, way):
         assert list(held_by(engine).values()) == whole(trainer, DTYPES[way])
 
 
-def test_adapters_travel_alone_and_come_back_with_their_base(engine, way):
+def test_adapters_travel_alone_and_return_with_their_base(engine, way):
     layers = [name for name in engine.weight_shapes() if "q_proj" in name or "down_proj" in name]
     trainer = Trainer(engine.weight_shapes(), layers)
     transfer = InProcessTransfer(trainer, engine)
@@ -162,7 +162,7 @@ def test_a_damaged_weight_is_found_and_named(engine, place):
         transfer(2)
 
 
-def test_a_replica_that_comes_back_with_other_weights_is_found(engine, place):
+def test_a_replica_that_returns_with_other_weights_is_found(engine, place):
     InProcessTransfer(Trainer(engine.weight_shapes()), engine)(1)
     (place / "flag").write_text("damages")
     os.kill(engine.replicas[1].actor.pid, signal.SIGKILL)

@@ -218,7 +218,7 @@ def ids(given_rows):
 
 
 @pytest.mark.parametrize(("name", "changes"), [*SICK.items(), *MORE_SICK])
-def test_a_sick_run_hears_its_illness_and_nothing_else(name, changes):
+def test_a_bad_run_has_its_finding_and_no_other(name, changes):
     assert ids(rows(**changes)) == [name]
 
 
@@ -257,7 +257,7 @@ def test_every_rule_is_tested():
 
 
 @pytest.mark.parametrize("changes", [{}, *NEARLY.values()], ids=["healthy", *NEARLY])
-def test_a_healthy_run_hears_nothing(changes):
+def test_a_healthy_run_has_no_findings(changes):
     assert ids(rows(steps=40, **changes)) == []
 
 
@@ -289,7 +289,7 @@ def test_recorded_runs(path):
         assert expected in findings and quote(expected, run["rollouts"]).startswith("reward ")
 
 
-def test_a_recorded_run_that_learnt_hears_nothing_of_learning_nothing():
+def test_a_recorded_run_that_learnt_has_no_finding_of_no_learning():
     """Two good runs of 20 steps end where they began, at chance; their accuracy falls as that of `SICK` does."""
     said = set()
     for path in RECORDED:

@@ -53,7 +53,7 @@ def test_rows_of_differing_room_are_drawn_together(made):
     episodes.close()
 
 
-def test_no_memory_for_a_row_that_goes_on_loses_nothing(made, tokenizer, monkeypatch):
+def test_no_memory_for_a_row_that_continues_loses_nothing(made, tokenizer, monkeypatch):
     engine, episodes = made(max_turn_tokens=40)
     requests = [request for prompt in make_prompts(tokenizer) for request in requests_of(prompt, SAMPLING)]
     cache = engine.batch.cache

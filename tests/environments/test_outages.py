@@ -125,7 +125,7 @@ def test_a_service_away_for_too_long_ends_the_run(host):
                 said(pool, key, SEARCH)
 
 
-def test_a_service_that_comes_back():
+def test_a_service_returns_after_an_outage():
     """Nothing listens at first; then it does, on the same port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -160,7 +160,7 @@ def test_a_service_with_invalid_replies_ends_the_run_at_once(retriever, deed, wo
             said(pool, key, SEARCH)
 
 
-def test_an_episode_whose_service_comes_back_in_another_state_begins_anew(played, tokenizer, tmp_path):
+def test_an_episode_whose_service_returns_in_another_state_begins_anew(played, tokenizer, tmp_path):
     """Its first answer is then another one, after which the model writes something else."""
     trajectories = played(
         "changing", prompts=make_prompts(tokenizer, bad=2), sampling=SAMPLING, args={"folder": str(tmp_path)}

@@ -47,7 +47,7 @@ def same(one, other):
     return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
 
 
-def test_a_run_learns_from_episodes_and_goes_on_as_if_it_had_not_stopped(folder, monkeypatch):
+def test_a_run_learns_from_episodes_and_continues_as_if_it_had_not_stopped(folder, monkeypatch):
     assert main(["train", "c.yaml", "run_name=whole"]) == 0
     rows = read_metrics(folder / "runs" / "whole" / "metrics.jsonl")
     assert len(rows) == 6 and all(row["actor/grad_norm"] > 0 for row in rows)

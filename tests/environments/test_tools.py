@@ -201,7 +201,7 @@ def test_programs_that_outlast_the_environments_limit_are_warned_of(seconds, sai
 
 
 @pytest.mark.parametrize("tool, said", [("down", "the service is down"), ("gives_up", "the service is silent")])
-def test_a_tool_whose_service_stays_away_ends_the_run(tool, said):
+def test_a_tool_whose_service_stays_unavailable_ends_the_run(tool, said):
     config = config_of(f"{PATH}.{tool}", environment={"function": "tools", "wait_s": 0})
     with pytest.raises(EpisodeError, match=rf"unavailable for .*environment.wait_s=0\): ConnectionError: .*{said}"):
         played(config, called(tool, **({"query": "x"} if tool == "down" else {})), "So.")
@@ -214,7 +214,7 @@ def test_an_address_that_the_model_wrote_ends_no_run(address):
     assert item.episode.failure is None and "Error: down: ConnectionError: the service is down" in row
 
 
-def test_a_worker_with_a_call_that_goes_on_is_replaced():
+def test_a_worker_with_a_call_that_continues_is_replaced():
     problem = Problem(problem_id="a", prompt="", ground_truth=None)
     config = with_tools(config_of({"function": f"{PATH}.hang", "timeout_s": 2.0}), make_tokenizer("added", "qwen2.5"))
     with closing(EnvironmentPool(config.environment.model_copy(update={"workers": 1}))) as pool:

@@ -100,7 +100,7 @@ def test_a_sample_that_cannot_be_read_is_said():
 
 
 @pytest.mark.parametrize("function", ["deaf", "deaf_and_waiting", "closing_badly"])
-def test_an_environment_that_goes_on_after_the_last_turn_has_the_outcome_0(function):
+def test_an_environment_that_continues_after_the_last_turn_has_the_outcome_0(function):
     with make_pool(function) as pool:
         key = pool.start(make_problem(), 0)
         next_answer(pool, key)

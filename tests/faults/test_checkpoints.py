@@ -192,7 +192,7 @@ def test_a_run_whose_folder_is_taken_away_stops(trained, tmp_path, capsys, how):
         assert main(command) == 0
 
 
-def test_training_goes_on_from_the_one_before_and_the_damaged_one_is_kept_aside(trained, tmp_path, capsys):
+def test_training_continues_from_the_one_before_and_the_damaged_one_is_kept_aside(trained, tmp_path, capsys):
     shutil.copytree(trained / "run", tmp_path / "run")  # a copy follows links: `model` is a folder
     whole = tmp_path / "run" / "checkpoints" / "step_000004"
     expected = hashlib.sha256((whole / "model.safetensors").read_bytes()).hexdigest()

@@ -111,7 +111,7 @@ def weights(folder: Path, run: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", RANKS)
-def test_ranks_learn_to_reason_and_go_on_where_they_were(folder: Path, kind: str) -> None:
+def test_ranks_learn_to_reason_and_continue_where_they_were(folder: Path, kind: str) -> None:
     """As one process learns it; resumed by as many ranks bit for bit, and by others within rounding of float32."""
     if kind == "megatron":
         pytest.importorskip("megatron.core", reason="needs megatron-core: make test-megatron")

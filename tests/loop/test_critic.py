@@ -56,7 +56,7 @@ def checkpoint(run, step=STEPS):
     return run / "checkpoints" / f"step_{step:06d}"
 
 
-def test_a_run_goes_on_bit_for_bit(folder, monkeypatch):
+def test_a_run_continues_bit_for_bit(folder, monkeypatch):
     """Policy, critic, both optimizers and the coefficient, though the run was stopped after every step."""
     given = ["train", "c.yaml"]
     assert main([*given, "run_name=whole"]) == 0

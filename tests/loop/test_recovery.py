@@ -201,13 +201,15 @@ def test_another_model_and_tokenizer_are_named_and_a_moved_one_is_the_same(begun
     assert "tokenizer" in said and "prompts (chat template, system prompt)" in said and "model (model" not in said
 
 
-def test_a_run_without_a_checkpoint_starts_over_with_any_config(folder, monkeypatch, capsys):
+def test_a_run_without_a_checkpoint_starts_over_if_its_config_is_the_same_or_may_change(folder, monkeypatch, capsys):
     monkeypatch.setattr(NativeEngine, "submit", lambda *a: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["train", "c.yaml"])
     monkeypatch.undo()
     monkeypatch.chdir(folder)
-    assert main(["train", "c.yaml", "--resume", "train.steps=1", "train.learning_rate=0.01"]) == 0
+    changed = ["train", "c.yaml", "--resume", "train.steps=1", "train.learning_rate=0.01"]
+    assert main(changed) == 2
+    assert main([*changed, "--allow-changes"]) == 0
     assert "from the start: no checkpoint" in capsys.readouterr().err
 
 

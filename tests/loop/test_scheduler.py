@@ -517,7 +517,7 @@ def test_the_engine_is_the_evaluations_while_it_is_quiet(tmp_path):
     assert sorted(seen) == sorted(f"0:{n}" for n in range(12))
 
 
-def test_a_step_that_finds_too_few_groups_goes_on(tmp_path, caplog):
+def test_a_step_that_finds_too_few_groups_continues(tmp_path, caplog):
     parts = make_parts(tmp_path, lambda problem, index: "x", lambda item: 1.0, DAPO)
     parts = scheduled(parts, planned(steps=9), max_staleness=1)
     progress = Progress()
@@ -574,7 +574,7 @@ def test_a_reward_that_hangs_does_not_keep_the_process(tmp_path):
     assert done.returncode == 1 and "the rewards of 6 groups are being computed" in done.stderr
 
 
-def test_begun_anew_is_given_up_before_the_weights_come_and_submitted_after_them(tmp_path):
+def test_restarted_groups_are_dropped_before_the_weights_arrive_and_submitted_after(tmp_path):
     """So that an engine computes no cache again for what it is to forget."""
     parts = make_parts(tmp_path, lambda problem, index: "x" * (20 if problem.problem_id == "0" else 1), by_index)
     engine = NarrowEngine(parts.source.engine.complete, parts.processor.tokenizer, limit=is_long)

@@ -78,7 +78,7 @@ def test_gpt2_from_each_kind_of_file(bpe, tmp_path, monkeypatch):
         )
 
 
-def test_gpt2_is_the_hubs_and_without_a_network_says_how_to_go_on(bpe, monkeypatch, tmp_path):
+def test_gpt2_is_the_hubs_and_without_a_network_says_how_to_continue(bpe, monkeypatch, tmp_path):
     asked = []
 
     def unreachable(name, **_):

@@ -15,12 +15,12 @@ from atomrl.types import Episode, Problem, RaggedIds, Turn
 from tests.pool.made import group, rich_episode, rich_group, settings
 
 
-def test_a_group_comes_back_as_it_was():
+def test_a_group_is_restored():
     made = group(3, version=7)
     assert decode(encode(made).payload) == made
 
 
-def test_turns_versions_candidates_and_failures_come_back():
+def test_turns_versions_candidates_and_failures_return():
     ragged = RaggedIds(torch.tensor([2, 1], dtype=torch.int32), torch.tensor([0, 7, 1], dtype=torch.int32))
     made = rich_group(ragged)
     decoded = decode(encode(made).payload)
@@ -37,7 +37,7 @@ def utf8(episode):
     return replace(episode, turns=tuple(replace(turn, text="é") for turn in episode.turns))
 
 
-def test_an_episode_comes_back_whole():
+def test_an_episode_is_restored():
     ragged = RaggedIds(torch.tensor([1], dtype=torch.int32), torch.tensor([0], dtype=torch.int32))
     decoded = decode(encode(rich_group(ragged)).payload)
     assert [item.episode for item in decoded] == [rich_episode(), None]
@@ -97,7 +97,7 @@ def test_mixed_groups_and_other_objects_are_refused():
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_an_episode_is_in_an_export_and_comes_back(tmp_path, form):
+def test_an_episode_is_in_an_export_and_returns(tmp_path, form):
     if form == "parquet":
         pytest.importorskip("pyarrow")
     ragged = RaggedIds(torch.tensor([1], dtype=torch.int32), torch.tensor([0], dtype=torch.int32))

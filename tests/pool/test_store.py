@@ -175,7 +175,7 @@ def test_two_open_steps_count_as_two_uses(make):
     assert pool.finish("a", 2) == 2 and pool.stats()["groups"] == 0
 
 
-def test_a_run_that_starts_anew_has_nothing_of_its_predecessor(make):
+def test_a_run_that_starts_over_has_nothing_of_its_predecessor(make):
     pool = make()
     first = pool.start_run("r", resumed=False)
     pool.put([group(1)])
@@ -286,7 +286,7 @@ def test_a_full_disk_says_so_and_leaves_what_was_there(make, monkeypatch):
     assert pool.put([group(2)]) == 1
 
 
-def test_a_lock_that_is_never_let_go_is_named(make, monkeypatch):
+def test_a_lock_that_is_never_released_is_named(make, monkeypatch):
     monkeypatch.setattr(store, "BUSY_S", 0.1)
     pool = make()
     with FileLock(f"{pool.path}.lock"), pytest.raises(PoolError, match="locked by another process"):

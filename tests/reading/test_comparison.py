@@ -43,7 +43,7 @@ def test_groups_of_seeds_are_named_by_what_differs(runs):
     assert "3 seeds: learning_rate=0.1" in lines and "3 seeds: learning_rate=0.2" in lines
 
 
-def test_it_says_whether_groups_can_be_told_apart(runs, capsys):
+def test_it_says_whether_groups_can_be_distinguished(runs, capsys):
     assert main(["compare", *(str(run.path) for run in runs)]) == 0
     printed = capsys.readouterr().out
     assert "accuracy: (learning_rate=0.2) - (learning_rate=0.1) = +0.0267 [95% -0.0" in printed

@@ -82,7 +82,7 @@ def test_metrics_are_read_on_while_they_are_written(tmp_path):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_resumed_run_is_read_anew(tmp_path, in_place):
+def test_a_resumed_run_is_read_again(tmp_path, in_place):
     folder = make_run(tmp_path / "one", steps=6)
     run, path = load_run(folder), folder / "metrics.jsonl"
     kept = path.read_text().splitlines(keepends=True)[:3]
@@ -256,7 +256,7 @@ def test_a_run_on_another_machine_runs_until_it_is_silent(tmp_path):
     assert load_run(folder).state.status == "failed"
 
 
-def test_reading_does_not_let_go_of_the_own_lock(tmp_path):
+def test_reading_does_not_release_its_own_lock(tmp_path):
     folder = make_run(tmp_path / "one")
     code = f"from atomrl import load_run; print(load_run({str(folder)!r}).state.status)"
     acquire_lock(folder)

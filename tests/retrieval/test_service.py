@@ -191,7 +191,7 @@ def test_other_addresses_and_methods_are_refused(service):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_ends_when_told_and_answers_what_is_under_way(corpus, number):
+def test_it_ends_when_told_and_answers_what_is_running(corpus, number):
     process = start(str(corpus), "--port", "0")
     url, replies = address(process), []
     busy = [threading.Thread(target=lambda: replies.append(post(url, {"queries": WORDS * 20}))) for _ in range(2)]

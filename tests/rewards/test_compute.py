@@ -476,7 +476,7 @@ def test_a_file_in_the_folder_of_the_config_is_found(tmp_path, monkeypatch):
     assert find_reward("beside_config.py:half")([1], ["x"]) == [0.5]
 
 
-def test_a_file_without_a_function_is_told_from_a_module():
+def test_a_file_without_a_function_is_distinguished_from_a_module():
     with pytest.raises(RewardError, match=r"\./mine\.py:my_function"):
         find_reward("./mine.py")
 

@@ -124,7 +124,7 @@ LATE = slow(30, lengths)
         send(b"", 408), send(b"", 429, Retry_After="0"),
     ],
 )  # fmt: skip
-def test_a_service_that_is_away_is_asked_until_it_answers(build, service, deed, caplog):
+def test_a_service_that_is_unavailable_is_asked_until_it_answers(build, service, deed, caplog):
     """More often than `retries`, which are of requests that fail while others are answered."""
     service.deeds = [deed] * 3
     rewards = build(timeout_s=1.0 if deed in (LATE, drip) else 20.0, retries=1)
@@ -174,7 +174,7 @@ def test_a_request_that_fails_while_others_are_answered_has_no_score(build, serv
         (send(b"", 429, Retry_After="3600"), "asks to wait for 3600 s"),
     ],
 )
-def test_one_that_stays_away_ends_the_run(build, service, deed, reason):
+def test_one_that_stays_unavailable_ends_the_run(build, service, deed, reason):
     service.usual = deed
     rewards = build(timeout_s=0.2 if deed is LATE else 20.0, wait_s=0.5, batch_size=1, concurrency=2)
     with pytest.raises(RewardStop, match=f"{service.url}.*reward.wait_s=0.5.*--resume") as stopped:

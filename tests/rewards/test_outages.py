@@ -42,7 +42,7 @@ def test_calls_are_repeated_until_the_service_answers(asking, how, caplog):
     assert "the service of reward 'asks' is unavailable (" in caplog.text and "is available again" in caplog.text
 
 
-def test_a_service_that_stays_away_ends_the_run(asking):
+def test_a_service_that_stays_unavailable_ends_the_run(asking):
     with pytest.raises(RewardStop, match=r"'asks'.*reward.wait_s=0.2"):
         asking("refused", times=10**6, wait_s=0.2)(rollouts({"a": ["x"]}))
 
@@ -52,7 +52,7 @@ def test_errors_of_its_own_are_no_outage(asking, how):
     assert [kind for kind, _ in failures(asking(how, times=10**6)(rollouts({"a": ["x"]})))] == ["error"]
 
 
-def test_a_run_whose_service_stays_away_ends_and_goes_on_as_if_it_had_not(tmp_path, monkeypatch, capsys):
+def test_a_run_whose_service_stays_unavailable_ends_and_continues_as_if_it_had_not(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SERVICE_KEY", "k")
     monkeypatch.setattr(outages, "FIRST_S", 0.02)
     folder, service = make_tiny_model(tmp_path / "model", scale=0.2), Service(served)

@@ -91,7 +91,7 @@ def test_an_error_of_one_completion_whose_service_answers_others_costs_that_one(
     def batch(completions, **columns):
         return [one(text) for text in completions]
 
-    rewards = build(one if by_row else batch, wait_s=0.05)
+    rewards = build(one if by_row else batch, wait_s=30)
     scored = rewards(rollouts({"a": ["x", "bad", "y"]}))
     assert values(scored) == ((1.0, None, 1.0),) and [kind for kind, _ in failures(scored)] == ["error"]
     # All completions of a later group fail, and the service still answers others.

@@ -309,7 +309,7 @@ def test_a_slow_group_holds_up_no_other(tmp_path):
     }
 
 
-def test_closing_ends_the_calls_under_way():
+def test_closing_ends_running_calls():
     rewards = build("obey_score", timeout_s=60.0)
     errors = []
 

@@ -87,7 +87,7 @@ def test_failures_are_no_zeros_and_are_counted(folder, service):
     assert "HTTP 400: ***" in rollouts and not files_with(SECRET, folder.parent)
 
 
-def test_a_judge_stops_the_run_at_its_bound_and_the_run_goes_on_with_a_higher_one(folder, service, capsys):
+def test_a_judge_stops_the_run_at_its_bound_and_the_run_continues_with_a_higher_one(folder, service, capsys):
     service.usual = judged
     assert train(folder, "judged", judge(service, ", max_cost: 0.08"), "checkpoint.every_steps=1") == 2
     assert "max_cost=0.08 could be exceeded" in capsys.readouterr().err

@@ -420,7 +420,7 @@ def test_gsm8k_needs_a_number_as_truth():
         gsm8k([""], ["18"], ["many"])
 
 
-def test_real_preferences_are_told_apart(shared_dir):
+def test_real_preferences_are_distinguished(shared_dir):
     import json
 
     lines = (shared_dir / "data/preferences/gsm8k_solutions.jsonl").read_text(encoding="utf-8").splitlines()

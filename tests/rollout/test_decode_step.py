@@ -114,7 +114,7 @@ class Recorder:
         return replay
 
 
-def test_a_step_is_captured_when_it_comes_again_and_anew_when_a_tensor_was_replaced():
+def test_a_step_is_captured_when_repeated_and_again_when_a_tensor_was_replaced():
     recorder = Recorder()
     graphs, ran = StepGraphs(recorder), []
     for size, addresses in ((4, 0), (4, 0), (4, 0), (2, 0), (2, 0), (4, 0), (4, 1), (4, 1), (4, 1)):

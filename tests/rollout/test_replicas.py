@@ -134,7 +134,7 @@ def test_a_home_that_died_is_no_home(replicas, cluster):
 
 
 @pytest.mark.parametrize("dies_at", ["submit", "set_state", "update_weights"])
-def test_a_replica_that_dies_while_paused_comes_back_paused(replicas, cluster, dies_at):
+def test_a_replica_that_dies_while_paused_returns_paused(replicas, cluster, dies_at):
     replicas.submit([request("a/0"), request("b/0")])
     replicas.pause()
     cluster.dies.add((1, dies_at))

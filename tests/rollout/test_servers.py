@@ -202,7 +202,7 @@ def test_a_server_that_is_not_there_is_named(connect):
         connect(Nowhere(), timeout_s=0.5)
 
 
-def test_requests_of_a_server_that_comes_back_are_done_again_with_the_current_weights(fakes, connect, folder):
+def test_requests_of_a_server_that_returns_are_done_again_with_the_current_weights(fakes, connect, folder):
     fake = fakes()
     engine = connect(fake)
     engine.update_weights(WeightUpdate(version=4, tensors=scaled(folder, 0.9)))
@@ -246,7 +246,7 @@ def test_a_server_behind_a_proxy_that_answers_for_it_is_waited_for(fakes, connec
     assert "is unavailable (/generate: " in caplog.text and "rollout.server_timeout_s=200" in caplog.text
 
 
-def test_one_that_stays_away_ends_the_run(fakes, connect, monkeypatch):
+def test_one_that_stays_unavailable_ends_the_run(fakes, connect, monkeypatch):
     monkeypatch.setattr(outages, "FIRST_S", 0.05)
     engine = connect(fakes())
     engine.replicas[0].outage = outages.Outage("the server", 1.0, "rollout.server_timeout_s")
@@ -278,7 +278,7 @@ def test_weights_change_between_two_tokens_and_each_token_knows_which_drew_it(fa
             begin += len(segment.token_ids)
 
 
-def test_weights_are_broadcast_in_pieces_and_a_server_that_comes_back_gets_them(fakes, connect, folder, monkeypatch):
+def test_weights_are_broadcast_in_pieces_and_a_server_that_returns_gets_them(fakes, connect, folder, monkeypatch):
     monkeypatch.setattr("atomrl.engines.sglang.BROADCAST_BYTES", 10_000)
     one, two = fakes(), fakes()
     engine = connect(one, two, server_weights="collective")
@@ -315,7 +315,7 @@ def test_hashes_of_a_servers_weights_are_reported_where_it_gives_them():
     assert values(None) == [None] * 5
 
 
-def test_new_adapters_have_what_is_under_way_begin_again(fakes, connect, folder):
+def test_new_adapters_have_what_is_running_begin_again(fakes, connect, folder):
     from atomrl.protocols import Adapter
 
     fake = fakes()
@@ -363,7 +363,8 @@ def test_a_tied_head_is_written_under_its_own_name(tmp_path):
     embedding = torch.ones(3, 2, dtype=torch.bfloat16)
     tensors = [("model.embed_tokens.weight", embedding), ("model.norm.weight", torch.zeros(2))]
     saved = load_file(
-        write_weights(WeightUpdate(1, tensors), tmp_path / "1", torch.float32, True) / "model.safetensors"
+        write_weights(WeightUpdate(1, tensors), tmp_path / "1", torch.float32, "model.embed_tokens.weight")
+        / "model.safetensors"
     )
     assert torch.equal(saved["lm_head.weight"], embedding.float()) and len(saved) == 3
     assert [path.name for path in tmp_path.iterdir()] == ["1"]

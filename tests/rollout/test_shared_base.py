@@ -12,13 +12,16 @@ import atomrl
 from atomrl.algorithms import objective_of
 from atomrl.backends.base import LocalBackend
 from atomrl.config import LoraConfig, ModelConfig, TrainConfig
+from atomrl.engines.cache import run_prompts
 from atomrl.engines.native import NativeEngine
 from atomrl.engines.paged import PlainOps
-from atomrl.engines.requests import EngineOptions
+from atomrl.engines.requests import EngineOptions, generate
 from atomrl.models.loading import load_tokenizer
 from atomrl.protocols import FrozenBase
 from atomrl.trainer.build import ENGINES
+from atomrl.types import SamplingParams
 from atomrl.weight_sync.transfer import InProcessTransfer, WeightMismatch
+from tests.engines import prompts_of, response
 from tests.tiny import make_tiny_model
 
 
@@ -135,6 +138,14 @@ def backend_and_engine(folder: Path, quantization: str | None) -> tuple[LocalBac
     return backend, PagedEngine.from_pretrained(path, load_tokenizer(path), options), base.bytes
 
 
+def last_logits(backend: LocalBackend, engine: NativeEngine, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Return the logits after the last token, of the trainer and of the engine."""
+    model = backend.policy.model
+    with torch.no_grad():
+        of_engine = run_prompts(engine.model, engine.batch.cache.rope, [tokens.tolist()], lambda *_: None)
+        return [model.forward_hidden(tokens[None])[0, -1] @ model.head_weight.t(), engine.model.logits(of_engine)[0]]
+
+
 def storages(*holders: Any) -> int:
     """Sum of the bytes of all tensors that these objects reach, each storage once."""
     seen: dict[int, int] = {}
@@ -168,10 +179,23 @@ def test_base_weights_are_held_once(tmp_path: Path, kind: str | None) -> None:
     assert together - trainer < 4 * adapters + scratch + 8192 < copy
 
 
-def test_a_stray_write_into_the_base_is_found_at_the_next_transfer(tmp_path: Path) -> None:
-    backend, engine, _ = backend_and_engine(tmp_path, None)
-    transfer = InProcessTransfer(backend, engine)
+def test_the_base_is_never_sent(tmp_path: Path) -> None:
+    """Dequantized at once for the first transfer, it would take more memory than it saves."""
+    backend, engine, _ = backend_and_engine(tmp_path, "int8")
+    transfer, asked = InProcessTransfer(backend, engine, shared=True), []
+    update = backend.weight_update
+    backend.weight_update = lambda version, adapters_alone=False: asked.append(adapters_alone) or update(version, True)
     transfer(1)
+    transfer(2)
+    assert asked == [True, True]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_stray_write_into_the_base_is_found_at_the_next_transfer(tmp_path: Path, shared: bool) -> None:
+    backend, engine, _ = backend_and_engine(tmp_path, None)
+    transfer = InProcessTransfer(backend, engine, shared=shared)
+    if not shared:
+        transfer(1)
     with torch.no_grad():
         next(p for name, p in backend.policy.model.named_parameters() if "gate_proj.base" in name)[3, 3] += 1
     with pytest.raises(WeightMismatch, match=r"gate_proj"):
@@ -185,10 +209,52 @@ def test_weights_that_were_moved_away_end_the_run(tmp_path: Path) -> None:
         InProcessTransfer(backend, engine)(1)
 
 
-def test_the_trainer_goes_on_after_the_engine_is_closed(tmp_path: Path) -> None:
+def test_the_trainer_continues_after_the_engine_is_closed(tmp_path: Path) -> None:
     backend, engine, _ = backend_and_engine(tmp_path, None)
     tokens = torch.arange(3, 20)[None]
     before = backend.policy.model.forward_hidden(tokens)
     engine.close()
     backend.save(tmp_path / "saved")
     assert torch.equal(backend.policy.model.forward_hidden(tokens), before)
+
+
+@pytest.mark.parametrize("kind", [None, "int8", "nf4"])
+def test_an_update_of_a_millionth_is_seen_by_the_engine(tmp_path: Path, kind: str | None) -> None:
+    """A part of the size of 1e-6 of the product, added before it is rounded, in the trainer and in the engine."""
+    backend, engine, _ = backend_and_engine(tmp_path, kind)
+    tokens, transfer = torch.arange(3, 20), InProcessTransfer(backend, engine)
+    transfer(1)
+    before = last_logits(backend, engine, tokens)
+    for name, parameter in backend.policy.model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.fill_(1e-6)
+    transfer(2)
+    moved = [now - then for now, then in zip(last_logits(backend, engine, tokens), before, strict=True)]
+    assert float(moved[0].abs().max()) > 0
+    assert float((moved[1] - moved[0]).norm() / moved[0].norm()) < 0.2
+
+
+@pytest.mark.parametrize("kind", [None, "int8", "nf4"])
+def test_log_probs_of_engine_and_trainer_agree(tmp_path: Path, kind: str | None) -> None:
+    backend, engine, _ = backend_and_engine(tmp_path, kind)
+    for name, parameter in backend.policy.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05, generator=torch.Generator().manual_seed(0))
+    InProcessTransfer(backend, engine)(1)
+    first, second = (logits.softmax(-1) for logits in last_logits(backend, engine, torch.arange(3, 20)))
+    assert float((first - second).abs().max()) < 1e-5
+
+
+def test_a_sleeping_cache_grows_back_at_once(tmp_path: Path) -> None:
+    """Otherwise each growth would capture CUDA graphs again, in every step."""
+    _, engine, _ = backend_and_engine(tmp_path, "int8")
+    sampling = SamplingParams(max_completion_tokens=70, min_completion_tokens=70, completions_per_prompt=3, seed=1)
+    texts, grown = [], []
+    for _ in range(2):
+        before = engine.batch.cache.generation
+        texts.append([response(each) for each in generate(engine, prompts_of([3, 4, 5]), sampling)])
+        grown.append(engine.batch.cache.generation - before)
+        engine.sleep()
+        assert engine.batch.cache.pool == 0 and engine.model.scratch.memory.numel() == 0
+        engine.wake()
+    assert texts[0] == texts[1] and grown[1] < grown[0]

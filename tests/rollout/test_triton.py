@@ -178,3 +178,26 @@ def test_steps_that_are_replayed_draw_the_same(tmp_path, cut):
     for name, output in mine.items():
         assert [part.token_ids for part in output.segments] == [part.token_ids for part in theirs[name].segments]
         assert output.segments[0].logprobs == pytest.approx(theirs[name].segments[0].logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("rows", [3, 70])
+@pytest.mark.parametrize("shape", [(320, 96), (64, 48), (192, 200)])
+def test_kernels_for_nf4_are_bitsandbytes_and_pytorch(shape, rows):
+    """Rows of a wider matrix, with the columns of adapters behind them; rows and outputs that fill no block."""
+    pytest.importorskip("bitsandbytes")
+    from atomrl.models import nf4_kernels
+    from atomrl.models.quantized import QuantizedLinear
+
+    inputs, outputs = shape
+    layer = QuantizedLinear(torch.nn.Linear(inputs, outputs, bias=False).to(DEVICE, torch.float16), "nf4")
+    wide = torch.randn(outputs, inputs + 32).to(DEVICE, torch.float16)
+    nf4_kernels.dequantize(layer, wide[:, :inputs])
+    assert torch.equal(wide[:, :inputs], layer.weight)
+    x, out = (torch.randn(rows, width).to(DEVICE, torch.float16) for width in (inputs + 32, outputs + 5))
+    behind = out[:, outputs:].clone()
+    for start in (None, torch.randn(rows, outputs), torch.randn(1, outputs)):
+        start = start if start is None else start.to(DEVICE, torch.float16)
+        nf4_kernels.multiply(x, layer, wide[:, inputs:], start, out[:, :outputs])
+        right = x.float() @ wide.float().t() + (0 if start is None else start.float())
+        assert float((out[:, :outputs] - right).norm() / right.norm()) < 5e-4
+    assert torch.equal(out[:, outputs:], behind)

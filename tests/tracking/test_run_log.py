@@ -13,7 +13,7 @@ from tests.tracking.helpers import make_config
 log = logging.getLogger("atomrl.somewhere")
 
 
-def test_start_warnings_and_end_are_kept_and_a_resumed_run_goes_on(tmp_path, monkeypatch):
+def test_start_warnings_and_end_are_kept_and_a_resumed_run_continues(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["atomrl", "train", "c.yaml"])
     with RunDirectory.create(make_config(tmp_path)) as run:
         log.warning("step %d is slow", 3)

@@ -110,7 +110,7 @@ def test_an_absent_library_is_an_error_that_names_the_extra(tmp_path, monkeypatc
         Recorder(config, RunDirectory.create(config))
 
 
-def test_a_sink_that_fails_is_named_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
+def test_a_sink_that_fails_is_named_and_the_run_continues(tmp_path, monkeypatch, capsys):
     class Broken:
         def __init__(self, config, run):
             pass

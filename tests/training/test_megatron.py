@@ -184,7 +184,7 @@ def policy_shards(checkpoint):
 
 
 @pytest.mark.parametrize("cut", ["tensor", "tensor and pipeline", "tensor and copies"])
-def test_ranks_go_on_bit_for_bit_and_others_from_there(folder, tmp_path, cut):
+def test_ranks_continue_bit_for_bit_and_others_from_there(folder, tmp_path, cut):
     """Bit for bit those of the same cut; within rounding those of another, and one process."""
     world, settings = CUTS[cut]
     first = went_on_bit_for_bit(world, settings, PPO, folder, tmp_path)
@@ -210,7 +210,7 @@ rounding = pytest.mark.skipif(not has_bfloat16("cpu"), reason="needs a CPU that 
 
 @rounding
 @pytest.mark.parametrize("cut", ["tensor", "copies"])
-def test_rounded_weights_go_on_bit_for_bit_from_float32_ones(folder, tmp_path, cut):
+def test_rounded_weights_continue_bit_for_bit_from_float32_ones(folder, tmp_path, cut):
     world, settings = CUTS[cut]
     _, weights = went_on_bit_for_bit(world, settings, ROUNDED, folder, tmp_path)
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
@@ -258,7 +258,7 @@ def test_no_two_ranks_draw_the_same_dropout_and_what_all_have_stays_the_same(fol
     assert whole and any(tensor.any() for tensor in whole.values())
 
 
-def test_adapters_go_on_bit_for_bit_and_others_from_there(folder, tmp_path):
+def test_adapters_continue_bit_for_bit_and_others_from_there(folder, tmp_path):
     """A checkpoint of tensor-parallel ranks, resumed with pipeline stages, with FSDP and in one process."""
     for name in ("stages", "shards"):
         (tmp_path / name).mkdir()

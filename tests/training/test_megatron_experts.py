@@ -108,7 +108,7 @@ def first_part(settings):
     return next(iter(to_training_batches(credited, settings["algorithm"], updates=UPDATES, epochs=1, seed=0, step=0)))
 
 
-def test_a_mixture_goes_on_bit_for_bit_and_with_its_experts_elsewhere(folder, tmp_path):
+def test_a_mixture_continues_bit_for_bit_and_with_its_experts_elsewhere(folder, tmp_path):
     (tmp_path / "ran").mkdir(), (tmp_path / "other").mkdir()
     cuts = CUTS["tensor, experts of two copies"][1], CUTS["experts"][1]
     work = partial(save_and_go_on, "megatron", cuts[0], CASES["grpo"], folder, tmp_path / "saved")

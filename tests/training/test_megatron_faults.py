@@ -54,7 +54,7 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
-def test_after_a_loss_a_new_group_goes_on_bit_for_bit(alone, fault):
+def test_after_a_loss_a_new_group_continues_bit_for_bit(alone, fault):
     folder, untouched = alone
     run = Outcome(folder, fault, fault, 13)
     assert run.code == 0 and run.struck and not run.left(), run.said

@@ -41,7 +41,7 @@ def names_of(layers, tied, family):
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_adapters_come_back_as_they_were_with_the_part_beneath_them(tensor):
+def test_adapters_are_restored_with_the_part_beneath_them(tensor):
     """On each rank B A is what the adapter adds to that rank's part of the matrix, or of its inputs."""
     model = made(True)
     weights = dict(model.named_parameters())
@@ -77,7 +77,7 @@ def test_a_rank_keeps_its_shard_and_no_whole_weight(family):
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_weights_come_back_as_they_were(family, tied, tensor):
+def test_weights_are_restored(family, tied, tensor):
     model = made(tied, family)
     weights = dict(model.named_parameters())
     restored = {}

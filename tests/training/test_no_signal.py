@@ -148,7 +148,7 @@ def test_three_gradients_in_a_row_that_are_not_finite_stop_the_run(folder):
         backend.train_step(poisoned, algorithm)
 
 
-def test_a_resumed_run_goes_on_counting(folder, tmp_path):
+def test_a_resumed_run_continues_counting(folder, tmp_path):
     backend, algorithm = make(folder), make_algorithm()
     poisoned = make_batch(advantages=torch.full_like(make_batch().advantages, NAN))
     backend.train_step(poisoned, algorithm)

@@ -50,7 +50,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_a_run_goes_on_exactly(folder, settings, tmp_path):
+def test_a_run_continues_exactly(folder, settings, tmp_path):
     whole = make(folder, **settings)
     steps(whole, 2)
     whole.save(tmp_path)

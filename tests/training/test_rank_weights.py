@@ -106,7 +106,7 @@ def test_an_engine_takes_what_the_ranks_have_learned(folder, kind):
         assert engine.version == 2 and engine.weight_hashes() != before
 
 
-def test_wrong_shapes_are_refused_before_a_gather_and_the_ranks_go_on(folder, tmp_path):
+def test_wrong_shapes_are_refused_before_a_gather_and_the_ranks_continue(folder, tmp_path):
     other = make_tiny_model(tmp_path / "wide", "qwen2", intermediate_size=96)
     engine = NativeEngine.from_pretrained(
         str(other), AutoTokenizer.from_pretrained(other), EngineOptions(torch.float32, "cpu", 4)

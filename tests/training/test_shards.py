@@ -177,7 +177,7 @@ def test_a_truncated_file_is_no_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_process_goes_on_from_shards(tmp_path, name):
+def test_one_process_continues_from_shards(tmp_path, name):
     folder, given = make_models(tmp_path), CASES[name]
     with one_rank() as ranks:
         backend, algorithm = with_ranks(given, folder, ranks)

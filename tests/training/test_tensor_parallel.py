@@ -151,7 +151,7 @@ def load_and_go_on(folder, checkpoint, ranks):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_goes_on_exactly_and_on_ranks_that_share_nothing(folder, tmp_path):
+def test_a_checkpoint_continues_exactly_and_on_ranks_that_share_nothing(folder, tmp_path):
     places = [tmp_path / name for name in ("first", "second")]
     for place in places:
         place.mkdir()
@@ -169,7 +169,7 @@ def test_a_checkpoint_goes_on_exactly_and_on_ranks_that_share_nothing(folder, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adapters", "norms of heads"])
-def test_a_checkpoint_of_what_only_some_ranks_have_goes_on_exactly(folder, tmp_path, name):
+def test_a_checkpoint_of_what_only_some_ranks_have_continues_exactly(folder, tmp_path, name):
     _, straight, again = run_ranks(partial(save_and_go_on, name, folder, tmp_path / "saved"), 2, tmp_path)[0]
     assert straight[0] == again[0] and straight[1]
     assert all(torch.equal(tensor, again[1][key]) for key, tensor in straight[1].items())

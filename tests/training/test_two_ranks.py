@@ -75,7 +75,7 @@ def test_an_engine_is_sent_the_weights_of_one_process(folder, results):
     assert sent and all(torch.equal(tensor, expected[name]) for name, tensor in sent.items())
 
 
-def test_a_checkpoint_goes_on_exactly_and_in_one_process(folder, results):
+def test_a_checkpoint_continues_exactly_and_in_one_process(folder, results):
     straight, again = results[0]["straight"], results[0]["again"]
     assert straight[0] == again[0], "bit for bit"
     assert all(torch.equal(tensor, again[1][name]) for name, tensor in straight[1].items())

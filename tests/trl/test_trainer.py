@@ -230,7 +230,7 @@ def test_without_a_data_set_it_says_so(folder, capsys):
         ({"train_dataset": [{"question": "x"}]}, r"train_dataset\[0\]: field 'prompt' is missing"),
         ({"train_dataset": ["x"]}, r"train_dataset\[0\]: a row must be a dict"),
         ({"train_dataset": [*ROWS, {"prompt": " "}]}, r"train_dataset\[6\]"),
-        ({"train_dataset": [{"prompt": "x", "image": object()}]}, "not JSON serializable"),
+        ({"train_dataset": [{"prompt": "x", "extra": object()}]}, "not JSON serializable"),
         ({"eval_dataset": 5}, "eval_dataset must be a list"),
     ],
 )

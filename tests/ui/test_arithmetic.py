@@ -38,7 +38,7 @@ def test_grpo_s_own_advantages_are_explained():
         ([None, -0.375, -0.375, 0.125], None),
     ],
 )
-def test_formulas_are_told_apart(advantages, formula):
+def test_formulas_are_distinguished(advantages, formula):
     result = arithmetic(REWARDS, advantages)
     assert result["formula"] == formula and result["mean"] == 0.375
 
@@ -48,7 +48,7 @@ def test_rewards_that_are_the_same_deviate_by_nothing():
     assert (formula["mean"], formula["std"]) == (0.1, 0.0)
 
 
-def test_formulas_of_small_rewards_are_told_apart():
+def test_formulas_of_small_rewards_are_distinguished():
     assert arithmetic([8e-4, 0.0], [8e-4, -8e-4])["formula"] == "others"
     assert arithmetic([8e-4, 0.0], [4e-4, -4e-4])["formula"] == "centred"
     assert line_through([8e-4, 0.0, 4e-4], [4e-4, -4e-4, 3e-4]) == {}

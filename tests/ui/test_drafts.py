@@ -98,7 +98,7 @@ def test_a_new_run_has_a_name_that_is_free_and_is_in_the_folder_that_is_shown(tm
         ("it is odd", None),
     ],
 )
-def test_a_problem_stands_beside_its_key(line, key):
+def test_a_problem_is_shown_beside_its_key(line, key):
     assert problems([line])[0]["key"] == key
 
 

@@ -406,7 +406,7 @@ def test_a_step_s_advantages_are_computed_again(served):
     assert client.get(f"{path}/99/advantages").status == 404
 
 
-def test_the_log_is_that_of_the_start_on_the_page_until_the_run_goes_on_elsewhere(tmp_path):
+def test_the_log_is_that_of_the_start_on_the_page_until_the_run_continues_elsewhere(tmp_path):
     folder = make_run(tmp_path / "one")
     with serving(tmp_path, "--allow-launch") as (client, _):
         path = f"/api/runs/{client.id_of('one')}/log"

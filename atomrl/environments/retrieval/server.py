@@ -265,7 +265,7 @@ def address_of(host: str, port: int) -> socket.socket:
     return listener
 
 
-def serve(service: Service, listener: socket.socket, ready: Callable[[], None]) -> None:
+def serve_documents(service: Service, listener: socket.socket, ready: Callable[[], None]) -> None:
     """Answer requests until SIGINT (Ctrl-C) or SIGTERM; running ones are answered first.
 
     Args:

@@ -61,7 +61,7 @@ def test_curves_of_a_run_that_was_resumed_and_is_further_by_now_are_its_new_ones
         page.goto("about:blank")
 
 
-def test_a_page_says_that_the_server_was_started_anew(browser, tmp_path):
+def test_a_page_says_that_the_server_was_restarted(browser, tmp_path):
     make_run(tmp_path / "one")
     with serving(tmp_path) as (client, _):
         page = new_page(browser)

@@ -29,7 +29,7 @@ def client(browser, tmp_path_factory):
         yield client
 
 
-def test_new_completions_appear_while_the_run_goes_on(tab, client):
+def test_new_completions_appear_while_the_run_continues(tab, client):
     run = make_run(client.folder / "live", steps=2)
     page = tab(client).open("/", "text=live")
     try:

@@ -237,7 +237,7 @@ def test_all_runs_that_are_shown_are_chosen_at_once(tab):
     assert page.get_by_role("link", name="Compare").count() == 0
 
 
-def test_a_log_opens_at_its_end_and_goes_on_there(tab, tmp_path):
+def test_a_log_opens_at_its_end_and_continues_there(tab, tmp_path):
     folder = make_run(tmp_path / "long")
     (folder / "log.txt").write_text("".join(f"line {n}\n" for n in range(300)))
     with serving(tmp_path) as (client, _):
