@@ -648,6 +648,8 @@ class TokenizedSamples:
         """Replace the demonstrations by blocks of them; returns the blocks."""
         if self._draw is not None or self._max_row_tokens is None:
             raise DataError("sft.packing: needs a file, and train.max_row_tokens, the size of a block")
+        if place := next((one.problem_id for one in self.problems if one.images), None):
+            raise DataError(f"{place}: sft.packing: rows with pictures are not packed")
         blocks = packed([self._encoded[one.problem_id][0] for one in self.problems], self._max_row_tokens, strategy)
         self._encoded = {f"block {number}": block for number, block in enumerate(blocks)}
         return [
