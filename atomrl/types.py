@@ -175,7 +175,7 @@ class SamplingParams:
     """Sampling parameters of completions.
 
     Log-probs that an engine returns are those of `logits / temperature` (of `logits` at temperature 0). They are
-    normalized over the whole vocabulary, before top-p and top-k, unless `logprobs_over` is `kept`.
+    normalized over the whole vocabulary, before top-p, top-k and min-p, unless `logprobs_over` is `kept`.
 
     Raises:
         ValueError: a value is out of range, or `logprobs_over=kept` without top-p and top-k.
@@ -190,6 +190,8 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     """0: no limit."""
+    min_p: float = 0.0
+    """Leave out tokens whose probability is below this fraction of the most likely token's."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion. The string stays in the text, and its last token in the tokens."""
     stop_token_ids: tuple[int, ...] = ()
@@ -209,13 +211,20 @@ class SamplingParams:
             raise ValueError("min_completion_tokens must be between 0 and max_completion_tokens")
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
             raise ValueError("temperature must be >= 0, top_p in (0, 1], top_k >= 0")
-        if self.logprobs_over == "kept" and self.temperature > 0 and self.top_p == 1 and not self.top_k:
-            raise ValueError("logprobs_over=kept needs top_p < 1 or top_k > 0")
+        if not 0 <= self.min_p < 1:
+            raise ValueError("min_p must be in [0, 1)")
+        if self.logprobs_over == "kept" and self.temperature > 0 and not self.cuts:
+            raise ValueError("logprobs_over=kept needs top_p < 1, top_k > 0 or min_p > 0")
+
+    @property
+    def cuts(self) -> bool:
+        """True if tokens are left out before sampling."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 SAMPLING_KEYS = {item.name for item in fields(SamplingParams)}
 """Names of the fields of `SamplingParams`; sections of a config use the same names."""
-DISTRIBUTION_KEYS = ("temperature", "top_p", "top_k", "logprobs_over")
+DISTRIBUTION_KEYS = ("temperature", "top_p", "top_k", "min_p", "logprobs_over")
 """The fields that decide the distribution of each token and its log-prob."""
 
 

@@ -1,14 +1,15 @@
 """Score `atomrl import` on public configs and scripts.
 
-    python tools/import_corpus.py CHECKOUTS [--out docs/development/import_corpus.md]
+    python tools/import_corpus.py CHECKOUTS [--fetch] [--out docs/development/import_corpus.md]
 
-`CHECKOUTS` holds a checkout of each repository that `tools/import_corpus.txt` names, at its commit. Each file of a
-pattern there is imported, and the table has its result: the kind of run, the number of steps left to the user, or the
-error. Nothing in the files is executed.
+`CHECKOUTS` holds a checkout of each repository that `tools/import_corpus.txt` names, at its commit; `--fetch` clones
+those that are missing from GitHub. Each file of a pattern there is imported, and the table has its result: the kind of
+run, the number of steps left to the user, or the error. Nothing in the files is executed.
 """
 
 import argparse
 import re
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,26 @@ from atomrl.config import ConfigError
 from atomrl.tools.importers import import_config
 
 LIST = Path(__file__).with_suffix(".txt")
+
+
+def fetch(checkouts: Path) -> None:
+    """Clone the repositories of the list that are missing, and check out their commits."""
+    for line in LIST.read_text().splitlines():
+        name, _, commit = line.partition(" ")[0].partition("@")
+        folder = checkouts / name.replace("/", "+")
+        if not commit or folder.exists():
+            continue
+        clone = [
+            "git",
+            "clone",
+            "--quiet",
+            "--filter=blob:none",
+            "--no-checkout",
+            f"https://github.com/{name}",
+            str(folder),
+        ]
+        subprocess.run(clone, check=True)
+        subprocess.run(["git", "-C", str(folder), "checkout", "--quiet", commit], check=True)
 
 
 def listed(checkouts: Path) -> Iterator[tuple[str, str, Path]]:
@@ -52,7 +73,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Score atomrl import on public files.")
     parser.add_argument("checkouts", type=Path)
     parser.add_argument("--out", type=Path, default=Path("docs/development/import_corpus.md"))
+    parser.add_argument("--fetch", action="store_true", help="clone the repositories that are missing")
     arguments = parser.parse_args()
+    if arguments.fetch:
+        fetch(arguments.checkouts)
     rows = [(repository, name, *result(path)) for repository, name, path in listed(arguments.checkouts)]
     repositories = list(dict.fromkeys(row[0] for row in rows))
     counts = Counter((row[0], row[2]) for row in rows)

@@ -20,7 +20,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,7 @@ CHAT = {"messages": [user("What is 2+3?"), assistant("5")]}
 CASES = [{"input": "1\n", "output": "2\n"}]
 ROWS: list[tuple[str, dict[str, Any]]] = [
     ("dmath-candidates", {"system_prompt": "Be exact.", "prompt": "What is 2+3?", "chosen": "5", "rejected": "6"}),
+    ("dolphin", {"instruction": "Add.", "input": "2+3", "accepted": "5", "rejected": "6"}),
     ("simpletoolcalling", {"user_content": "Weather in Rome?", "tool_name": "get_weather",
                            "tool_arguments": "{\"location\": \"Rome\"}"}),
     ("gsm8k", {"question": "Tom has 2 and gets 3. How many?", "answer": "2+3=5\n#### 5"}),
@@ -120,9 +121,9 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("triple-preference", {"prompt": "hi", "chosen": [user("hi"), assistant("a")],
                            "rejected": [user("hi"), assistant("b")], "reference": [user("hi"), assistant("c")]}),
     ("kto", {"prompt": [user("hi")], "completion": [assistant("Hello.")], "label": True}),
-    ("descriptiveness", {"prompt": [user("hi")], "chosen": [user("hi"), assistant("a")],
+    ("descriptiveness", {"prompt": "hi", "chosen": [user("hi"), assistant("a")],
                          "rejected": [user("hi"), assistant("b")]}),
-    ("dpo|pairs|binarized|preference|harmless.*dpo", PAIR | {
+    ("dpo|pairs|binarized|preference|hh-rlhf", PAIR | {
         "prompt": "hi", "score_chosen": 8.0, "score_rejected": 3.0, "system_prompt": "Be kind.",
         "messages": PAIR["chosen"]}),
     ("chatbot_arena_completions", {"prompt": [user("hi")], "completion": [assistant("Hello.")], **CHAT}),
@@ -164,13 +165,14 @@ def json_copy(row: dict[str, Any], number: int) -> dict[str, Any]:
     return {key: value if not isinstance(value, str) or number == 0 else f"{value} " for key, value in row.items()}
 
 
-def no_hub(models: Path, names: set[str], cache: Path) -> None:
+def no_hub(models: Path, revisions: set[str], names: set[str], cache: Path) -> None:
     """Put the tiny model under every name that a script mentions into a cache of the hub."""
     for name in names:
         folder = cache / f"models--{name.replace('/', '--')}"
         (folder / "snapshots").mkdir(parents=True, exist_ok=True)
         (folder / "refs").mkdir(exist_ok=True)
-        (folder / "refs" / "main").write_text("0" * 40)
+        for revision in revisions:
+            (folder / "refs" / revision).write_text("0" * 40)
         if not (folder / "snapshots" / ("0" * 40)).exists():
             (folder / "snapshots" / ("0" * 40)).symlink_to(models)
 
@@ -205,15 +207,17 @@ def stand_in(vision: Path) -> None:
         owner.to = lambda self, *a, _kept=kept, **k: (
             self if a and str(a[0]).startswith("cuda") else _kept(self, *a, **k)
         )
-    from transformers.models.auto import auto_factory
-
-    loaded = auto_factory._BaseAutoModelClass.from_pretrained.__func__
-    on_gpu = ("attn_implementation", "quantization_config", "device_map", "load_in_4bit", "load_in_8bit")
-    auto_factory._BaseAutoModelClass.from_pretrained = classmethod(
-        lambda cls, *a, **k: loaded(cls, *a, **{key: value for key, value in k.items() if key not in on_gpu})
-    )
     import transformers
 
+    on_gpu = ("attn_implementation", "quantization_config", "device_map", "load_in_4bit", "load_in_8bit")
+    for name in ("AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoModelForSeq2SeqLM"):
+        auto: Any = getattr(transformers, name)
+        auto.from_pretrained = classmethod(
+            lambda cls, *a, _loaded=auto.from_pretrained.__func__, **k: _loaded(
+                cls, *a, **{key: value for key, value in k.items() if key not in on_gpu}
+            )
+        )
+    loaded = transformers.AutoModelForImageTextToText.from_pretrained.__func__
     transformers.AutoModelForImageTextToText.from_pretrained = classmethod(lambda cls, *_, **__: loaded(cls, vision))
     chosen = datasets.Dataset.select
     datasets.Dataset.select = lambda self, indices, *a, **k: chosen(
@@ -232,11 +236,12 @@ def stand_in(vision: Path) -> None:
 
 
 SMALL = {
+    "max_length": 4096,  # of bytes
     "max_steps": 2, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "gradient_accumulation_steps": 1,
     "num_generations": 4, "generation_batch_size": None, "steps_per_generation": None, "max_completion_length": 8,
     "num_generations_eval": 4, "use_cpu": True, "bf16": False, "fp16": False, "response_length": 8, "max_new_tokens": 8,
-    "num_mini_batches": 1, "num_ppo_epochs": 1, "total_episodes": 8, "local_rollout_forward_batch_size": 4, "use_vllm": False,
-    "dataloader_num_workers": 0, "torch_compile": False,
+    "num_mini_batches": 1, "num_ppo_epochs": 1, "total_episodes": 8, "local_rollout_forward_batch_size": 4,
+    "use_vllm": False, "dataloader_num_workers": 0, "torch_compile": False,
 }  # fmt: skip
 CPU_OPTIMIZERS = {"paged_adamw_8bit": "adamw_torch", "adamw_8bit": "adamw_torch", "paged_adamw_32bit": "adamw_torch"}
 
@@ -266,12 +271,19 @@ def cut_short() -> None:
 
 def child(work: Path, script: Path, arguments: list[str]) -> None:
     """Run one script, in this process."""
-    texts = [script.read_text(encoding="utf-8", errors="replace"), *arguments]
+    from atomrl.trl.running import notebook_code
+
+    if script.suffix == ".ipynb":
+        texts = [notebook_code(script)[0], *arguments]
+    else:
+        texts = [script.read_text(encoding="utf-8", errors="replace"), *arguments]
     texts += [Path(each).read_text(encoding="utf-8") for each in arguments if each.endswith((".yaml", ".yml"))]
     names = set(re.findall(r"[\w.-]+/[\w.-]+", "\n".join(texts)))
     names |= set(re.findall(r"(?:model_name_or_path|model_path|model_id)\W+([\w./-]+)", "\n".join(texts)))
+    names = {name for name in names if len(name) < 100}
     names.add("EleutherAI/pythia-160m")  # PPOConfig's default
-    no_hub(work / "model", {name for name in names if not Path(name).exists()}, work / "hub")
+    revisions = {*re.findall(r"revision: ([\w.-]+)", "\n".join(texts)), "main"}
+    no_hub(work / "model", revisions, {name for name in names if not Path(name).exists()}, work / "hub")
     sys.path[:0] = [
         str(each) for each in (script.parents[2] / "src", script.parents[1] / "src", script.parent) if each.is_dir()
     ]
@@ -376,7 +388,8 @@ def run_file(checkouts: Path, entry: str, given: list[str], work: Path) -> tuple
     errors = [
         line for line in lines if re.match(r"(atomrl|error|[\w.]*(Error|Exception|Interrupt|Exit))\b.*:", line.strip())
     ]
-    return ("after training" if steps >= 2 else "failed"), (errors or lines or [""])[-1].strip()[:220]
+    reason = (errors or lines or [""])[-1].strip()[:220]
+    return ("after training" if steps >= 2 else "refused" if reason.startswith("error:") else "failed"), reason
 
 
 def main() -> None:
@@ -396,18 +409,43 @@ def main() -> None:
     if not (given.work / "model" / "config.json").exists():
         make_vision_model(make_model(given.work / "model"), given.work / "vision")
     entries = [line.split("#")[0].strip() for line in given.list.read_text(encoding="utf-8").splitlines()]
-    rows, counts = ["| file | result | reason |", "|---|---|---|"], Counter[str]()
+    results: list[tuple[str, str, str]] = []
     for line in filter(None, entries):
         entry, *arguments = line.split(" ") if " --" in line else [line]
         if any(part in entry for part in given.only):
             result, reason = run_file(given.checkouts, entry, arguments, given.work)
-            counts[result] += 1
-            rows.append(f"| {entry} | {result} | {reason.replace('|', '/')} |")
-            print(rows[-1], flush=True)
-    rows.append("\n" + ", ".join(f"{result}: {count}" for result, count in counts.most_common()))
-    print(rows[-1])
+            results.append((entry, result, reason.replace(f"{given.checkouts}/", "")))
+            print(row(results[-1]), flush=True)
+    print(Counter(result for _, result, _ in results))
     if given.out:
-        given.out.write_text("\n".join(rows) + "\n", encoding="utf-8")
+        given.out.write_text(page(results), encoding="utf-8")
+
+
+def row(cells: Sequence[object]) -> str:
+    """Return a row of a table."""
+    return f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |"
+
+
+def page(results: Sequence[tuple[str, str, str]]) -> str:
+    """Return the page of the results: a count by repository, and each file with its reason."""
+    counts = Counter((entry.partition("/")[0], result) for entry, result, _ in results)
+    kinds = ("ran", "refused", "failed")
+    counted = []
+    for repository in dict.fromkeys(entry.partition("/")[0] for entry, _, _ in results):
+        of_kind = [counts[repository, kind] for kind in kinds[:2]]
+        files = sum(count for (name, _), count in counts.items() if name == repository)
+        counted.append([repository, files, *of_kind, files - sum(of_kind)])
+    counted.append(["all", *(sum(column) for column in zip(*(line[1:] for line in counted), strict=True))])
+    files = [row([f"`{entry}`", result, reason]) for entry, result, reason in results]
+    return "\n".join([
+        "# Public scripts through `atomrl run`", "",
+        "Written by `tools/trl_scripts.py`. Each file runs unchanged on a CPU; its models are tiny ones with random",
+        "weights, its data sets made-up rows with the same columns, and a training is cut to two steps. *ran*: these",
+        "and on to its end; *refused*: AtomRL's error before training; *failed*: its own error, mostly a package,",
+        "a file or a service that is not there, or no training at all.", "",
+        row(["repository", "files", *kinds]), "|---|---|---|---|---|", *map(row, counted), "",
+        row(["file", "result", "reason"]), "|---|---|---|", *files, "",
+    ])  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -82,6 +82,8 @@ class Ranks(Collective):
         """True once this rank raised an error that others did not."""
         self.exited: Callable[[], dict[int, str]] = dict
         """Returns how the processes of ranks ended, by rank; empty if this process did not start them."""
+        self.abandoned: Callable[[], None] = lambda: None
+        """Called if the process that hosts the store is gone: the run is over."""
         self.store = PrefixStore("atomrl", store.clone())
         self.store_answers = 0
         """Number of answers from the store, about two a second while the process that hosts it (rank 0 or a launcher)
@@ -297,10 +299,13 @@ class Ranks(Collective):
     def _beat(self, store: Any) -> None:
         """Send heartbeats until the group is closed."""
         own = PrefixStore("atomrl", store)
-        with suppress(Exception):  # the process that hosts the store is gone: the run is over
+        try:
             while not self._closed.wait(BEAT_S):
                 own.add(f"beat/{self.rank}", 1)
                 self.store_answers += 1
+        except Exception:
+            if not self._closed.wait(STOPPED_S):  # a failed operation has the better message
+                self.abandoned()
 
     def close(self) -> None:
         """Leave the process group."""

@@ -170,6 +170,9 @@ def learning_rate(update: int, total_updates: int, peak: float, train: TrainConf
         lr_u = peak                                                          constant
         lr_u = peak (m + (1 - m) (1 - (u - w) / (total - w)))                linear, m = min_lr_ratio
         lr_u = peak (m + (1 - m) (1 + cos(pi (u - w) / (total - w))) / 2)    cosine
+        lr_u = peak sqrt(s / (s + u - w))                                    inverse_sqrt, s = w, or 10,000 without
+
+    `inverse_sqrt` is that of transformers.
 
     Args:
         update: u, counted from 0; after the last update the rate stays at its minimum.
@@ -184,12 +187,18 @@ def learning_rate(update: int, total_updates: int, peak: float, train: TrainConf
         >>> train = TrainConfig(schedule="linear", warmup_ratio=1 / 3)
         >>> [round(learning_rate(u, 6, 1.0, train), 3) for u in range(7)]
         [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+        >>> train = TrainConfig(schedule="inverse_sqrt", warmup_ratio=1 / 3)
+        >>> [round(learning_rate(u, 6, 1.0, train), 3) for u in range(7)]
+        [0.5, 1.0, 1.0, 0.816, 0.707, 0.632, 0.577]
     """
     warmup = math.ceil(train.warmup_ratio * total_updates)
     if update < warmup:
         return peak * (update + 1) / warmup
     if train.schedule == "constant":
         return peak
+    if train.schedule == "inverse_sqrt":
+        scale = warmup or 10_000
+        return peak * math.sqrt(scale / (scale + update - warmup))
     progress = min(1.0, (update - warmup) / max(1, total_updates - warmup))
     left = 1 - progress if train.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return peak * (train.min_lr_ratio + (1 - train.min_lr_ratio) * left)

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -32,12 +33,14 @@ from typing import Any, Protocol, get_args
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
 from atomrl.backends.base import SOURCES, TRAINED, RoleName
-from atomrl.backends.group import START_S, RankFailed, RankLost, Ranks
+from atomrl.backends.group import START_S, STOPPED_S, RankFailed, RankLost, Ranks
 from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.cluster.ray_cluster import Actor, RayCluster, identity
+from atomrl.common.errors import reraise_as
 from atomrl.common.metrics import Metrics, merge
 from atomrl.common.processes import WorkerProcess, launched, send_answer
 from atomrl.common.threads import fixed_threads
@@ -48,9 +51,12 @@ from atomrl.tracking.checkpoint_format import STATE_FOLDER
 from atomrl.weight_sync.channels import LOOPBACK, open_store
 
 Build = Callable[[Ranks, torch.device], TrainingBackend]
+CONTENTS = "contents of "
 EXIT_S, REPORT_S, POLL_S = 10.0, 1.0, 0.2
 """Seconds that a worker process gets to exit, that a failed collective gets to report a death before the watcher does,
 and between two looks of the watcher."""
+PREPARE_S = 2400.0
+"""Seconds for rank 0 of a launcher to read the data, before it meets the others."""
 RANK_0_ERROR_S = 15.0
 """Seconds to wait for the error of rank 0 after another rank ended at the start."""
 
@@ -405,16 +411,20 @@ def join_launched(device: str, timeout_s: float, given: Mapping[str, Any] | None
 
     Args:
         given: the config that this rank was started with, by dotted keys. The run is that of rank 0's, so another one
-            would be ignored. None: this rank has none, and is not compared.
+            would be ignored. With `CONTENTS` before a path: a hash of what is there, compared by the ranks that have
+            it. None: this rank has none, and is not compared.
 
     Raises:
-        ConfigError: on rank 0, if that of another rank differs.
+        ConfigError: on rank 0, if those of another rank differ.
+        RankLost: a rank has not started.
     """
     started = launched()
     assert started is not None
-    store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=START_S)))
+    rank, world = started.rank, started.world
+    store = _launcher_store(rank)
     configs = PrefixStore("config", store)
     configs.set(str(rank), json.dumps(given))
+    _wait_for_all(configs, rank, world)
     ranks = Ranks(store, rank, world, rank_device(device, started.local_rank), timeout_s, started[2:])
     if rank == 0:
         try:
@@ -425,6 +435,44 @@ def join_launched(device: str, timeout_s: float, given: Mapping[str, Any] | None
     return ranks
 
 
+def _launcher_store(rank: int) -> Any:
+    """Return the store at which the ranks of a launcher meet: torchrun's, else one that rank 0 hosts.
+
+    Raises:
+        RankLost: it is not there within `PREPARE_S`.
+    """
+    host, port, end = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), time.monotonic() + PREPARE_S
+    if host is None or port is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return next(rendezvous("env://", timeout=timedelta(seconds=START_S)))[0]
+    while rank:
+        with suppress(OSError), socket.create_connection((host, int(port)), timeout=START_S):
+            return _reach(host, int(port))
+        if time.monotonic() > end:
+            raise RankLost(f"rank 0 does not answer at {host}:{port} (MASTER_ADDR, MASTER_PORT) after {PREPARE_S:g} s")
+        time.sleep(POLL_S)
+    # Rank 0 waits for the others later, where it can name those that are missing.
+    return TCPStore(host, int(port), is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START_S))
+
+
+def _wait_for_all(configs: Any, rank: int, world: int) -> None:
+    """Wait until all ranks have left their config.
+
+    Raises:
+        RankLost: some have not `START_S` after rank 0 has.
+        RankFailed: rank 0 has ended, which hosts the store.
+    """
+    begun, prepared = time.monotonic(), False
+    end = begun + PREPARE_S
+    with reraise_as(RankFailed, "rank 0 has ended before all ranks were there", DistError):
+        while absent := [other for other in range(world) if not configs.check([str(other)])]:
+            if not prepared and 0 not in absent:  # rank 0, which takes the store with it, goes last
+                prepared, end = True, time.monotonic() + START_S + (0.0 if rank else STOPPED_S)
+            if time.monotonic() > end:
+                names = ", ".join(map(str, absent))
+                raise RankLost(f"rank {names} has not started within {end - begun:.0f} s")
+            time.sleep(POLL_S)
+
+
 def check_same_configs(configs: Any, world: int) -> None:
     """Raise ConfigError if ranks were given other configs than rank 0, with the keys.
 
@@ -433,10 +481,13 @@ def check_same_configs(configs: Any, world: int) -> None:
     """
     first, *others = (json.loads(configs.get(str(rank))) for rank in range(world))
     for rank, other in enumerate(others, 1):
-        different = [key for key in first | other if first.get(key) != other.get(key)] if other else []
+        if not other:
+            continue
+        keys = [key for key in first | other if not key.startswith(CONTENTS) or {key} <= first.keys() & other.keys()]
+        different = [key for key in keys if first.get(key) != other.get(key)]
         if different:
             lines = [f"{key}: {other.get(key)!r} on rank {rank}, {first.get(key)!r} on rank 0" for key in different]
-            raise ConfigError("the ranks were started with different configs: " + "; ".join(lines))
+            raise ConfigError("the ranks were started with different configs or files: " + "; ".join(lines))
 
 
 def follow_launcher(settings: RankedConfig, device: str, given: Mapping[str, Any] | None) -> None:
@@ -470,6 +521,8 @@ def _follow(ranks: Ranks) -> None:
     """Execute the commands of rank 0, until it sends None."""
     logging.disable(logging.WARNING)  # rank 0 logs the same
     own = _OwnRank(ranks)
+    # A rank that waits for a command, which a frozen rank should forward, does not notice that rank 0 has ended.
+    ranks.abandoned = lambda: os._exit(1)
     try:
         while (command := ranks.receive()) is not None:
             method, arguments = command

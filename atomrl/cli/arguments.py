@@ -131,7 +131,7 @@ def sigterm_as_interrupt() -> Iterator[None]:
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """Add MODEL and sampling options, each of which sets a config key if it is given."""
-    parser.add_argument("model.path", metavar="MODEL", help="a folder in Hugging Face layout, or a hub name")
+    parser.add_argument("model.path", metavar="MODEL", help="a run, a folder in Hugging Face layout, or a hub name")
     add = partial(add_option, parser)
     add("--engine", "rollout.engine", "NAME", "native (default) or hf")
     add("--dtype", "model.dtype", "NAME", "auto (default), float32 or bfloat16")

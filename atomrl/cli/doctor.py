@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
@@ -80,14 +81,16 @@ def diagnose_run(folder: Path, as_json: bool = False) -> int:
     if failure and not as_json:
         print(f"an error ended the run: {failure.get('error')}\n(full traceback: {folder / FAILURE})")
     rows = read_metrics(folder / "metrics.jsonl") if failure else metrics_of(folder)
+    checked = []
     for number, row in enumerate(rows, start=1):
-        if not is_row(row):
+        if (numbers := finite_row(row)) is None:
             raise ReadError(
                 f"{folder}/metrics.jsonl, row {number}, is not a row of a run: it needs a step and numbers, not "
                 f"{str(row)[:80]}"
             )
-    findings = diagnose({name: finite(value) for name, value in row.items()} for row in rows)
-    run = LoadedRun(folder)
+        checked.append(numbers)
+    findings = diagnose(checked)
+    run = LoadedRun(folder, rows)
     if len(rows) > MOST_CHECKS:  # not every step was checked here; the run itself did
         findings += [finding for finding in run.findings if finding.id not in {one.id for one in findings}]
     findings = [replace(each, quote=quote(each.id, completions_of(run, each.step))) for each in findings]
@@ -104,18 +107,19 @@ def diagnose_run(folder: Path, as_json: bool = False) -> int:
     return found
 
 
-def finite(value: float | None) -> float | None:
-    """Return a number, or None if it is infinite, NaN or too large."""
+def finite_row(row: Any) -> dict[str, float | None] | None:
+    """Return a row with None for numbers that are infinite, NaN or too large. None if it has no step, or a value that
+    is neither a number nor null."""
     from atomrl.tracking.reading.metrics import as_float
 
-    return value if value is not None and math.isfinite(as_float(value)) else None
-
-
-def is_row(row: Any) -> bool:
-    """Return True if a row has a step, and all its values are numbers or null."""
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-        return False
-    return all(value is None or isinstance(value, int | float) for value in row.values())
+        return None
+    with suppress(TypeError, OverflowError):
+        if math.isfinite(sum(row.values())):  # 20 times as fast as a look at each value of an ordinary row
+            return row
+    if not all(value is None or isinstance(value, int | float) for value in row.values()):
+        return None
+    return {name: value if math.isfinite(as_float(value)) else None for name, value in row.items()}
 
 
 def show(parts: Iterable[tuple[str, Iterable[tuple[str, str]]]], as_json: bool = False) -> int:

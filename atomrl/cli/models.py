@@ -36,10 +36,11 @@ if TYPE_CHECKING:
 def add_eval(parser: argparse.ArgumentParser) -> Run:
     """Score a model on held-out problems: accuracy, pass@k, majority@k, reward by data source, lengths, format.
 
+    atomrl eval runs/quickstart                                 # the evaluation of its config
     atomrl eval MODEL --data held_out.jsonl --samples-per-prompt 4
     atomrl eval MODEL --data gsm8k.jsonl --prompt-field question --answer-field answer --answer-pattern '####\\s*(.+)'
     atomrl eval MODEL --data arithmetic --limit 500 data.generator_args.steps=4
-    atomrl eval runs/quickstart/model --config runs/quickstart/config.yaml
+    atomrl eval runs/quickstart/checkpoints/step_000060 --config runs/quickstart
     atomrl eval MODEL --data held_out.jsonl --response-prefix '<think>.</think><answer>'
     """
     add_sampling(parser)
@@ -63,9 +64,9 @@ def add_eval(parser: argparse.ArgumentParser) -> Run:
 def add_generate(parser: argparse.ArgumentParser) -> Run:
     """Complete a prompt with a model, or run an episode that begins with it.
 
-    atomrl generate runs/quickstart/model --prompt "2 + 2 * 3 = ?"
+    atomrl generate runs/quickstart --prompt "2 + 2 * 3 = ?"
     echo "2 + 2 * 3 = ?" | atomrl generate MODEL --prompt - --n 4 --temperature 0.7
-    atomrl generate runs/tools/model --config runs/tools/config.yaml --prompt "What is 17 * 23?"
+    atomrl generate MODEL --config runs/tools --prompt "What is 17 * 23?"
     """
     add_sampling(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="any key of a config")
@@ -124,13 +125,24 @@ def evaluate_model(arguments: argparse.Namespace) -> int:
 
 
 def check_inputs(arguments: argparse.Namespace) -> None:
-    """Check that the files of `--config` and `--data` exist, before the libraries that read them are imported.
+    """Check that the files of `--config` and `--data` exist, before the libraries that read them are imported. For the
+    folder of a run take its model, and its config unless another is given.
 
     Raises:
-        ValueError: one does not exist.
+        ValueError: one does not exist, or the run has no model yet.
     """
+    run = Path(vars(arguments)["model.path"])
+    if (run / "config.yaml").is_file() and not (run / "config.json").is_file():
+        model = model_folder(run)
+        if model == run:
+            raise ValueError(f"{run} has no model and no complete checkpoint")
+        vars(arguments)["model.path"] = str(model)
+        arguments.config = arguments.config or str(run)
     if arguments.config is not None:
+        from atomrl.common.yaml_files import config_file
+
         check_config(arguments)
+        arguments.config = config_file(arguments.config)
     data = getattr(arguments, "data.eval", None)
     if data is not None:
         check_exists(data, "--data: data file")
@@ -165,26 +177,39 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple
     """
     from atomrl.data.problems import load_problems
     from atomrl.rewards.compute import build_rewards
-    from atomrl.trainer.build import build_engine, device_name, eval_sampling, model_path, policy_tokenizer
+    from atomrl.trainer.build import (
+        build_engine,
+        device_name,
+        eval_sampling,
+        image_reader,
+        image_store,
+        model_path,
+        policy_tokenizer,
+    )
     from atomrl.trainer.build import processor as build_processor
-    from atomrl.trainer.checks import check_environment, check_outcome, with_tools
+    from atomrl.trainer.checks import check_environment, check_image_engine, check_outcome, with_tools
     from atomrl.trainer.evaluate import evaluate
 
     rewards = build_rewards(
         config.reward, device=device_name(config.model.device), trust_remote_code=config.model.trust_remote_code
     )
-    report = load_problems(config.data, "eval", config.seed)
+    reader = image_reader(config, model_path(config))
+    images = image_store(config, reader)
+    report = load_problems(config.data, "eval", config.seed, images=images)
     rewards.check_sources(report.problems)
     tokenizer = policy_tokenizer(config)
     config = with_tools(config, tokenizer)
     check_environment(config, tokenizer)
     check_outcome(config)
-    processor = build_processor(config, tokenizer)
+    processor = build_processor(config, tokenizer, images=reader)
     check_writable(out)
     _, lengths = processor.filter_overlong(report.problems)
     prefix = tokenizer.encode(response_prefix, add_special_tokens=False)
     config = within_context(config, min(max(lengths), processor.max_prompt_tokens) + len(prefix))
-    engine = build_engine(config, model_path(config), tokenizer)
+    if images:
+        check_image_engine(config)
+        images.write()
+    engine = build_engine(config, model_path(config), tokenizer, images=reader)
     try:
         result = evaluate(
             engine, report.problems, processor, rewards, eval_sampling(config), response_prefix, rewards.says_right

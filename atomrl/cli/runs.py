@@ -6,6 +6,7 @@ import argparse
 import csv
 import html
 import json
+import math
 import tempfile
 import webbrowser
 from collections.abc import Sequence
@@ -164,14 +165,15 @@ def select_rollouts(run: Run, arguments: argparse.Namespace) -> Sequence[int]:
 def format_line(row: dict[str, Any]) -> str:
     """Format step, prompt, reward, advantage, length and the beginning of a completion in one line."""
     from atomrl.common.terminal import printable
+    from atomrl.tracking.reading.metrics import as_float
 
     if not row:
         return "(its file has changed)"
     text = str(row.get("completion", "")).replace("\n", " ")
-    advantage = row.get("advantage")
+    advantage = as_float(row.get("advantage"))
     return printable(
-        f"{row.get('step'):>6} {row.get('prompt_id')} #{row.get('completion_index')}  r {row.get('reward')}"
-        f"  A {'-' if advantage is None else f'{advantage:+.3f}'}  {row.get('completion_tokens')} tok"
+        f"{row.get('step')!s:>6} {row.get('prompt_id')} #{row.get('completion_index')}  r {row.get('reward')}"
+        f"  A {'-' if math.isnan(advantage) else f'{advantage:+.3f}'}  {row.get('completion_tokens')} tok"
         f" {row.get('finish_reason')}  {text[:WIDTH]}{'...' if len(text) > WIDTH else ''}"
     )
 
@@ -189,8 +191,11 @@ def format_full(row: dict[str, Any]) -> str:
     if isinstance(prompt, list):
         prompt = "\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in prompt if isinstance(turn, dict))
     episode = row.get("episode")
-    completion = row.get("completion") if episode is None else by_turn(episode, whole=True).plain
-    pictures = [f"picture: {name}" for name in row.get("images") or ()]
+    pictures = [f"picture: {name}" for name in images] if isinstance(images := row.get("images"), list) else []
+    try:
+        completion = row.get("completion") if episode is None else by_turn(episode, whole=True).plain
+    except (AttributeError, KeyError, TypeError, ValueError):  # of another program or version
+        completion = f"{episode}"
     texts = [f"{prompt}", *pictures, "->", f"{completion}", f"ground truth: {row.get('ground_truth')}"]
     return printable("\n".join([head, *texts, ", ".join(f"{key} {value}" for key, value in numbers.items())]))
 
@@ -246,7 +251,7 @@ def compare_runs(arguments: argparse.Namespace) -> int:
     runs = [load_run(path) for path in arguments.runs]
     if not arguments.json:
         print(*table(runs), sep="\n")
-    image = None if arguments.plot is None else str(draw_curves(arguments.runs, arguments.plot))
+    image = None if arguments.plot is None else str(draw_curves(runs, arguments.plot))
     if arguments.json:
         print(json.dumps({**as_data(runs), "plot": image}, default=str))
     elif image is not None:

@@ -150,13 +150,16 @@ def is_other_rank(config: RunConfig) -> bool:
 
 def follow_rank_0(config: RunConfig, dry_run: bool) -> int:
     """Execute the calls of rank 0 until the run ends. Rank 0 does all checks and prints."""
+    from atomrl.backends.group import RankFailed
     from atomrl.backends.ranks import follow_launcher
-    from atomrl.tracking.reading.lines import flat_tree
-    from atomrl.trainer.build import device_name
+    from atomrl.trainer.build import device_name, given_to_rank
 
     assert config.backend is not None
     if not dry_run:
-        follow_launcher(config.backend, device_name(config.model.device), flat_tree(config.to_tree()))
+        try:
+            follow_launcher(config.backend, device_name(config.model.device), given_to_rank(config))
+        except RankFailed as error:  # it could not join the others
+            raise ValueError(str(error)) from error
     return 0
 
 

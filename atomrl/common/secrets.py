@@ -77,6 +77,22 @@ def without_secrets(text: str) -> str:
     return text
 
 
+def redacted(value: Any) -> Any:
+    """Return a tree without the secrets in its texts, as trackers and the terminal get it: others may read these.
+
+    Example:
+        >>> os.environ["JUDGE_API_KEY"] = "abcd-1234"
+        >>> redacted([{"completion": "the key is abcd-1234", "reward": 1.0}])
+        [{'completion': 'the key is [redacted]', 'reward': 1.0}]
+        >>> del os.environ["JUDGE_API_KEY"]
+    """
+    if isinstance(value, Mapping):
+        return {key: redacted(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redacted(item) for item in value]
+    return without_secrets(value) if isinstance(value, str) else value
+
+
 def secret_variables() -> dict[str, str]:
     """Return the environment variables whose names say that they contain secrets."""
     return {name: value for name, value in os.environ.items() if len(value) >= MIN_SECRET and _SECRET_NAME.search(name)}

@@ -7,10 +7,10 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO, cast
 
 CONTROL = re.compile(
-    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]|(?<!^)\r(?!\n)"
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]|(?<!^)\r(?!\n)"
 )
-"""Control characters but newline and tab, and marks that change the direction of text. A carriage return may begin a
-text, as in a progress bar, or end a line."""
+"""Control characters but newline and tab, marks that change the direction of text, and halves of surrogate pairs, which
+cannot be written. A carriage return may begin a text, as in a progress bar, or end a line."""
 CURSOR_UP = re.compile(r"(?:\x1b\[A)+")
 """What tqdm writes, alone, between the bars of several downloads."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,7 +81,7 @@ def read_tree(path: str | Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, or (six sections) a key is wrong.
     """
-    folder = Path(path).resolve().parent
+    folder = Path(os.path.realpath(path)).parent  # `resolve` raises RuntimeError in a loop of links
     environment: Any = None
     with suppress(OSError, ValueError, RecursionError), open_file(folder / "env.json") as file:
         environment = json.load(file)
@@ -576,6 +577,10 @@ def renamed(message: str, names: Mapping[str, str]) -> str:
     Example:
         >>> renamed("train.steps: must be positive; see train.steps_", {"train.steps": "max_steps"})
         'max_steps: must be positive; see train.steps_'
+        >>> renamed("seed: must be positive", {})
+        'seed: must be positive'
     """
+    if not names:
+        return message
     keys = "|".join(re.escape(key) for key in sorted(names, key=len, reverse=True))
     return re.sub(rf"(?<![\w.])(?:{keys})(?!\w)", lambda match: names[match.group()], message)

@@ -447,6 +447,8 @@ class RolloutConfig(Section):
     """Nucleus sampling: keep the most likely tokens up to this probability; 1 keeps all."""
     top_k: int = Field(0, ge=0)
     """Sample from the k most likely tokens; 0 keeps all."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Sample no token whose probability is below this fraction of the most likely token's."""
     min_completion_tokens: int = Field(0, ge=0)
     """No end of sequence before this many tokens."""
     max_completion_tokens: int = Field(256, ge=1)
@@ -683,7 +685,7 @@ class TrainConfig(Section):
     the GPU's is full."""
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate; about 1e-6 for full fine-tuning, 1e-5 to 1e-4 for adapters."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "constant"
     """Learning rate after the warmup."""
     warmup_ratio: float = Field(0.0, ge=0, le=1)
     """Fraction of all optimizer steps over which the learning rate rises linearly."""

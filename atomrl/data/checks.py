@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from atomrl.data.files import DataError, RawRow, error_list
+from atomrl.data.images import ImageStore
 from atomrl.data.offline import demonstration_reader, preference_reader
 from atomrl.data.problems import COMPLETIONS, PromptContent, problem_reader, read_source, to_problems
+from atomrl.data.stored import repeated
 from atomrl.data.tasks import normalise_content
 from atomrl.types import Problem
 
@@ -103,20 +106,6 @@ def _section(title: str, pairs: Sequence[tuple[str, str]]) -> list[str]:
     return [*lines, error_list([f"{here} is a duplicate of {there}" for here, there in pairs])] if pairs else lines
 
 
-def repeated(problems: Sequence[Problem], key: Callable[[Problem], Hashable]) -> list[tuple[str, str]]:
-    """Return (place, place of the first problem with the same key) of every repeated problem; a key of None is skipped.
-
-    Example:
-        >>> problems = [Problem(problem_id=f"a:{n}", prompt=text, ground_truth="") for n, text in enumerate("xyx")]
-        >>> repeated(problems, lambda problem: problem.prompt)
-        [('a:2', 'a:0')]
-    """
-    first: dict[Hashable, str] = {}
-    keys = [(key(problem), problem.problem_id) for problem in problems]
-    pairs = [(place, first.setdefault(value, place)) for value, place in keys if value is not None]
-    return [(place, there) for place, there in pairs if place != there]
-
-
 def repetitions(problems: Sequence[Problem]) -> list[str]:
     """Return lines that list problems with the same prompt or the same id; empty if there are none."""
     by_prompt, by_id = repeated(problems, _prompt), repeated(problems, _own_id)
@@ -125,11 +114,11 @@ def repetitions(problems: Sequence[Problem]) -> list[str]:
 
 
 def _prompt(problem: Problem) -> str:
-    return normalise_content(problem.prompt)
+    return " ".join([normalise_content(problem.prompt), *(image.name for image in problem.images)])
 
 
 def _whole(problem: Problem) -> tuple[str, str]:
-    return normalise_content(problem.prompt), repr(problem.columns)
+    return _prompt(problem), repr(problem.columns)
 
 
 def _own_id(problem: Problem) -> str | None:
@@ -214,5 +203,6 @@ def _load(path: str | Path, config: DataConfig) -> DataReport:
         convert = demonstration_reader(config.prompt_field, "completion")
     elif kind == PREFERENCES:
         convert = preference_reader(config.prompt_field, PreferenceConfig())
-    problems, errors = to_problems(rows, convert)
+    with TemporaryDirectory() as folder:  # nothing is written to it
+        problems, errors = to_problems(rows, convert, images=ImageStore(folder, config.images_field))
     return DataReport(path=str(path), kind=kind, rows=len(rows), errors=errors, problems=problems)

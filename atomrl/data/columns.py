@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from atomrl.common.chat_template import SET_HERE
 from atomrl.data.files import DataError
 from atomrl.types import Image, Message
 
@@ -67,6 +68,24 @@ def with_system(row: Mapping[str, Any], prompt: str | tuple[Message, ...]) -> st
         )  # fmt: skip
     [name] = texts.values()
     return messages if own else (Message(role="system", content=given[name]), *messages)
+
+
+TEMPLATE_KWARGS = "chat_template_kwargs"
+"""Column with the variables of the chat template for its row, as in TRL."""
+
+
+def template_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables of the chat template that a row sets.
+
+    Raises:
+        DataError: they are no mapping, or one is set by AtomRL.
+    """
+    given = row.get(TEMPLATE_KWARGS) or {}
+    if not isinstance(given, Mapping):
+        raise DataError(f"column {TEMPLATE_KWARGS!r} must be a mapping, not {type(given).__name__}")
+    for name in given.keys() & {*SET_HERE}:
+        raise DataError(f"column {TEMPLATE_KWARGS!r}: {name!r} is set by AtomRL; remove it")
+    return {key: value for key, value in given.items() if value is not None}  # null: another row has the key
 
 
 def images_of(row: Mapping[str, Any]) -> tuple[Image, ...]:
@@ -149,8 +168,8 @@ def check_used(
             )
     holders = [("column", row), *(("key", message) for message in given)]
     for what, holder in holders:
-        others = (name for name in MEDIA if name not in used and not (images and name == IMAGES))
-        if name := next((name for name in others if _filled(holder.get(name))), None):
+        others = (name for name in MEDIA if name in holder and name not in used and not (images and name == IMAGES))
+        if name := next((name for name in others if _filled(holder[name])), None):
             raise DataError(
                 f"{what} {name!r} has pictures, films or sound, and the run reads text alone: remove the {what} if "
                 "the text can be understood without it, or the row"
@@ -164,7 +183,7 @@ def check_used(
                 )
     shown = "\n".join([*messages, trained or ""])
     for name in (*CONVERSATIONS, *(() if trained is None else THOUGHTS)):
-        if name in used:
+        if name not in row or name in used:
             continue
         left = next((text for text in _words(row.get(name), trained is not None) if text not in shown), None)
         if left is not None:
@@ -172,7 +191,7 @@ def check_used(
                 f"column {name!r} is part of the conversation, but would not be used ({left[:40]!r}): put it into the "
                 "messages, or remove or rename the column"
             )
-    if _filled(row.get("chat_template_kwargs")):
+    if TEMPLATE_KWARGS not in used and _filled(row.get(TEMPLATE_KWARGS)):
         raise DataError("column 'chat_template_kwargs': set data.chat_template_kwargs for all rows; remove the column")
 
 

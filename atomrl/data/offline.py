@@ -10,14 +10,22 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from atomrl.common.chat_template import closing_tag, thought_opening, token_ids, tokenize_continuation
 from atomrl.common.errors import reraise_as
-from atomrl.data.columns import PLACE, check_used, count_places, images_of, with_places, with_system
+from atomrl.data.columns import (
+    PLACE,
+    TEMPLATE_KWARGS,
+    check_used,
+    count_places,
+    images_of,
+    template_kwargs,
+    with_places,
+    with_system,
+)
 from atomrl.data.conversations import (
     ConversationWriter,
     Piece,
@@ -29,7 +37,7 @@ from atomrl.data.conversations import (
     within_turns,
 )
 from atomrl.data.files import DataError, error_list
-from atomrl.data.packing import Strategy, packed
+from atomrl.data.packing import Example, Strategy, packed
 from atomrl.data.problems import (
     COMPLETIONS,
     ENVIRONMENT,
@@ -127,11 +135,12 @@ def _sample(
     shown = [turns for turns, _ in completions if isinstance(turns, str)]
     shown += [str(dict(turn)[name]) for turn in messages for name in content_fields(turn)]
     given = [turn for turn in messages if turn["role"] != "assistant"]  # in a conversation's later turns
-    check_used(row, used, prompt, "\n".join(shown), given)
+    check_used(row, [*used, TEMPLATE_KWARGS], prompt, "\n".join(shown), given)
     tools = check_tools(row.get(TOOLS))
     if "conversations" in row:  # ShareGPT's tools are bare function schemas
         tools = tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in tools)
     columns = {COMPLETIONS: completions} | ({TOOLS: tools} if tools else {})
+    columns |= {TEMPLATE_KWARGS: variables} if (variables := template_kwargs(row)) else {}
     return Problem(problem_id=place, prompt=prompt, ground_truth=None, columns=columns, images=images)
 
 
@@ -427,24 +436,6 @@ OPENING_TOKENS = 16
 """Last prompt tokens in which to look for an opening of the assistant's thoughts."""
 
 
-class Example(NamedTuple):
-    """A prompt with a completion as tokens. 5 bytes per token, since a whole data set is kept in memory."""
-
-    tokens: NDArray[np.int32]
-    learned: NDArray[np.bool_]
-    """[T] True for tokens that are trained."""
-    label: int = 0
-    """1: chosen or good; -1: rejected or bad; 0: no preference."""
-    margin: float = 0.0
-    """Score of the chosen completion of the pair minus that of the rejected one."""
-    images: tuple[Image, ...] = ()
-    """Pictures of the row, in the order of their tokens."""
-
-    @property
-    def prompt_length(self) -> int:
-        return int(self.learned.argmax())
-
-
 def demonstration(prompt: Sequence[int], completion: Sequence[int], label: int = 0) -> Example:
     """Return an example with a trained completion after an untrained prompt.
 
@@ -589,7 +580,10 @@ class TokenizedSamples:
                 "in its tokenizer_config.json, or as eos_token_id in the model's config.json (or set another by "
                 "model.tokenizer)"
             )
-        self._writer = ConversationWriter(processor.tokenizer, processor.template_kwargs, stops, in_use=read is None)
+        self._stops = tuple(stops)
+        self._writers: dict[str, ConversationWriter] = {}
+        """One for each set of variables of the chat template."""
+        self._writer = self._writer_of(processor.template_kwargs)
         self._max_row_tokens = min((size for size in (limit, max_row_tokens) if size is not None), default=None)
         self._encoded: dict[str, list[Example]] = {}
         self.problems: list[Problem] = []
@@ -625,7 +619,7 @@ class TokenizedSamples:
                     + error_list(errors)
                 )
         # Report what was left out; `_warn_left_out` raises if nothing is left.
-        for note, place in self._writer.notes.items():
+        for note, place in {note: at for one in self._writers.values() for note, at in one.notes.items()}.items():
             log.warning("%s: %s", place, note)
         if errors:
             self._warn_left_out(f"{len(errors)} of {total} {what} have problems (the first: {errors[0]})", "")
@@ -733,10 +727,21 @@ class TokenizedSamples:
             examples[place].append(Example(tokens, mask, label, margin, problem.images))
         return examples
 
+    def _writer_of(self, kwargs: Mapping[str, Any]) -> ConversationWriter:
+        """Return the writer for variables of the chat template."""
+        name = json.dumps(kwargs, sort_keys=True, default=str)
+        if name not in self._writers:
+            tokenizer, in_use = self._processor.tokenizer, self._read is None
+            self._writers[name] = ConversationWriter(tokenizer, kwargs, self._stops, in_use=in_use)
+        return self._writers[name]
+
     def _pieces(self, problem: Problem, prompt: Sequence[int], turns: PromptContent) -> list[Piece]:
         """Return the pieces behind the prompt: a text and the end-of-turn token. Or a whole conversation with its
         prompt, where the chat template has to render both together."""
-        writer, processor, place = self._writer, self._processor, problem.problem_id
+        processor, place = self._processor, problem.problem_id
+        writer = self._writer_of(processor.kwargs_of(problem))
+        if self._read is not None and problem.columns.get(TEMPLATE_KWARGS):
+            raise DataError(f"{place}: column {TEMPLATE_KWARGS!r}: a reward model reads conversations without them")
         if problem.prompt == "":  # a row of text, all of which is trained
             end = processor.tokenizer.eos_token
             return [Piece(str(turns).removesuffix(end), True), Piece(end, True)]
@@ -775,8 +780,11 @@ class TokenizedSamples:
         """
         processor, place, tools = self._processor, problem.problem_id, self._processor.tools_of(problem)
         if processor.has_template and not processor.is_bare(problem):
-            pieces = self._writer.pieces(processor.conversation(problem.prompt), [message], tools, place, own)
-            if pieces[0].text == processor.rendered(problem.prompt, place, tools):
+            kwargs = processor.kwargs_of(problem)
+            pieces = self._writer_of(kwargs).pieces(
+                processor.conversation(problem.prompt), [message], tools, place, own
+            )
+            if pieces[0].text == processor.rendered(problem.prompt, place, tools, kwargs):
                 return pieces
         if closing_tag(opening) in opening:
             raise DataError(

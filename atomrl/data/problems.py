@@ -26,6 +26,7 @@ from atomrl.common.errors import did_you_mean, reraise_as
 from atomrl.data.columns import (
     IMAGES,
     PLACE,
+    TEMPLATE_KWARGS,
     check_used,
     count_places,
     images_of,
@@ -34,7 +35,7 @@ from atomrl.data.columns import (
     with_system,
 )
 from atomrl.data.files import DataError, DataNotHere, RawRow, error_list, find_hub_source, hub_rows, read_rows
-from atomrl.data.stored import StoredProblems
+from atomrl.data.stored import StoredProblems, alike
 from atomrl.data.tasks import GENERATORS, Draw, find_completions, generate, is_generator
 from atomrl.types import Image, Message, Problem, Prompt
 
@@ -612,7 +613,7 @@ class DataProcessor:
         texts = [
             f"{front}{problem.prompt}"
             if is_bare
-            else self.rendered(problem.prompt, problem.problem_id, self.tools_of(problem))
+            else self.rendered(problem.prompt, problem.problem_id, self.tools_of(problem), self.kwargs_of(problem))
             for problem, is_bare in zip(problems, bare, strict=True)
         ]
 
@@ -746,12 +747,24 @@ class DataProcessor:
             )
         return self.tools or own
 
-    def rendered(self, prompt: str | Sequence[Message], place: str, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def kwargs_of(self, problem: Problem) -> Mapping[str, Any]:
+        """Return the variables of the chat template for a problem: those of the config, and of its row."""
+        own = problem.columns.get(TEMPLATE_KWARGS) if COMPLETIONS in problem.columns else None
+        return {**self.template_kwargs, **own} if own else self.template_kwargs
+
+    def rendered(
+        self,
+        prompt: str | Sequence[Message],
+        place: str,
+        tools: Sequence[Mapping[str, Any]] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
         """Render a prompt, or the beginning of a conversation, with the chat template and its generation prompt.
 
         Args:
             place: name of the row in errors.
             tools: of the row; ignored if the run has its own.
+            kwargs: variables of the template; None: those of the config.
         """
         if not self.has_template:
             raise DataError(f"{place}: the prompt is a list of messages, but {self.why_none()}")
@@ -761,7 +774,8 @@ class DataProcessor:
             raise DataError(f"{place}: with environment.opening the last message of a prompt must be the user's")
         messages[-1]["content"] += _END if self.opening else ""
         shown = self.tools or tools
-        options: dict[str, Any] = {"kwargs": self.template_kwargs, "add_generation_prompt": not continued}
+        variables = self.template_kwargs if kwargs is None else kwargs
+        options: dict[str, Any] = {"kwargs": variables, "add_generation_prompt": not continued}
         options["continue_final_message"] = continued
         # templates are programs and raise what they like
         with reraise_as(DataError, f"{place}: the chat template raised an error for the prompt", Exception):
@@ -837,9 +851,10 @@ class PromptStream:
         """
         if not problems:
             raise DataError("a stream needs at least one problem")
-        ids = {problem.problem_id for problem in problems}
-        if len(ids) < len(problems):
-            raise DataError(f"problem ids must be unique: {len(problems)} problems have {len(ids)} ids")
+        same = [problem.problem_id for problem in alike(problems, lambda problem: problem.problem_id)]
+        if len(set(same)) < len(same):
+            count = len(problems) - len(same) + len(set(same))
+            raise DataError(f"problem ids must be unique: {len(problems)} problems have {count} ids")
         self.problems = problems
         self.seed = seed
         self.shuffle = shuffle

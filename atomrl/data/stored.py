@@ -11,10 +11,12 @@ import sys
 import tempfile
 import threading
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, overload
+
+import numpy as np
 
 from atomrl.common.errors import reraise_as
 from atomrl.common.files import write_bytes
@@ -61,6 +63,34 @@ class Records:
         with self._lock:
             self._file.seek(start)
             return self._file.read(end - start)
+
+
+def repeated(problems: Sequence[Problem], key: Callable[[Problem], Hashable]) -> list[tuple[str, str]]:
+    """Return (place, place of the first problem with the same key) of every repeated problem; a key of None is skipped.
+
+    Example:
+        >>> problems = [Problem(problem_id=f"a:{n}", prompt=text, ground_truth="") for n, text in enumerate("xyx")]
+        >>> repeated(problems, lambda problem: problem.prompt)
+        [('a:2', 'a:0')]
+    """
+    first: dict[Hashable, str] = {}
+    pairs = [
+        (problem.problem_id, first.setdefault(key(problem), problem.problem_id)) for problem in alike(problems, key)
+    ]
+    return [(place, there) for place, there in pairs if place != there]
+
+
+def alike(problems: Sequence[Problem], key: Callable[[Problem], Hashable]) -> Iterator[Problem]:
+    """Yield the problems, in order, whose key has the hash of another's; a key of None is skipped.
+
+    The keys of 2 million rows would take over 1 GB, their hashes take 16 MB.
+    """
+    none = -1  # a value that `hash` never returns
+    keys = map(key, problems)
+    hashes = np.fromiter((none if each is None else hash(each) for each in keys), np.int64, len(problems))
+    order = np.argsort(hashes, kind="stable")
+    equal = np.flatnonzero((np.diff(hashes[order]) == 0) & (hashes[order][1:] != none))
+    return (problems[place] for place in np.union1d(order[equal], order[equal + 1]).tolist())
 
 
 class StoredProblems(Sequence[Problem]):

@@ -446,7 +446,7 @@ class PagedBatch(ContinuousBatch):
         if self.step.ops.draws and len(self.by_rule) == 1:
             rule = self.rows[0].rule
             sampling = rule.sampling
-            if sampling.top_p >= 1 and not sampling.top_k and sampling.logprobs_over != "kept":
+            if not sampling.cuts and sampling.logprobs_over != "kept":
                 self.drawing = (sampling.temperature == 0, rule.bans)
                 self.temperature.fill_(sampling.temperature or 1.0)
                 self.minimum.fill_(rule.minimum)

@@ -3,6 +3,8 @@
 A draw depends on the logits, the completion's seed and the position alone.
 """
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -89,7 +91,7 @@ def sample(
     Returns:
         Tokens [N] int64 and log-probs [N] float32.
     """
-    plain = banned is None and sampling.top_p >= 1 and not sampling.top_k
+    plain = banned is None and not sampling.cuts
     if kernels is not None and plain and sampling.temperature > 0:
         return kernels.sample(logits, seeds, positions, sampling.temperature)
     scores = logits.float()
@@ -106,7 +108,7 @@ def sample(
         log_total = total.log().float() + peak[:, 0]
     else:
         log_total = scores.logsumexp(-1)
-        values, order = _cut(allowed, sampling.top_k, sampling.top_p)
+        values, order = _cut(allowed, sampling.top_k, sampling.top_p, sampling.min_p)
         place, _ = inverse_cdf((values - allowed.amax(-1, keepdim=True)).exp(), uniform)
         tokens = place if order is None else order.gather(-1, place[:, None])[:, 0]
     return tokens, scores.gather(-1, tokens[:, None])[:, 0] - log_total
@@ -126,7 +128,9 @@ def sample_candidates(
     scores = logits.float() if sampling.temperature in (0, 1) else logits.float() / sampling.temperature
     allowed = scores if banned is None else scores.masked_fill(banned, -torch.inf)
     greedy = sampling.temperature == 0
-    values, order = _cut(allowed, 1 if greedy else sampling.top_k, 1.0 if greedy else sampling.top_p)
+    values, order = _cut(
+        allowed, 1 if greedy else sampling.top_k, 1.0 if greedy else sampling.top_p, 0.0 if greedy else sampling.min_p
+    )
     assert order is not None, "SamplingParams rejects log-probs over candidates if no tokens are cut"
     place, _ = inverse_cdf((values - values[:, :1]).exp(), uniforms(seeds, positions))
     inside = values > -torch.inf
@@ -135,21 +139,24 @@ def sample_candidates(
     return order.gather(-1, place[:, None])[:, 0], logprobs, candidates
 
 
-def _cut(scores: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor | None]:
-    """Apply top-k, then top-p: scores with -inf for removed tokens, and the token of each column if they are sorted.
+def _cut(scores: Tensor, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, Tensor | None]:
+    """Apply min-p, top-k, then top-p.
 
-    Top-p keeps the smallest prefix whose probability, among the top k, reaches it.
+    Returns scores with -inf for removed tokens, and the token of each column if they are sorted. Top-p keeps the
+    smallest prefix whose probability, among the top k, reaches it.
     """
     width = scores.shape[-1]
-    if not top_k and top_p >= 1:
+    if min_p:
+        scores = scores.masked_fill(scores < scores.amax(-1, keepdim=True) + math.log(min_p), -torch.inf)
+    elif not top_k and top_p >= 1:
         return scores, None
     counts = [min(top_k, width)] if top_k else [min(_TOP_P_PREFIX, width), width]
-    # Without top-k, sort the whole vocabulary only if its best few hundred do not reach top_p. The check synchronizes
-    # with the GPU, which costs far less than sorting 150,000 numbers per row and holding them twice.
+    # Without top-k, sort the whole vocabulary only if its best few hundred do not reach top_p or min_p. The check
+    # synchronizes with the GPU, which costs far less than sorting 150,000 numbers per row and holding them twice.
     for count in counts:
         values, order = scores.topk(count, dim=-1)
         cumulated = (values - (values if top_k else scores).logsumexp(-1, keepdim=True)).exp().cumsum(-1)
-        if count == counts[-1] or bool((cumulated[:, -1] >= top_p).all()):
+        if count == counts[-1] or bool(((cumulated[:, -1] >= top_p) | values[:, -1].isneginf()).all()):
             break
     if top_p < 1:
         values = values.masked_fill(F.pad(cumulated[:, :-1], (1, 0)) >= top_p, -torch.inf)

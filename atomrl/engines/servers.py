@@ -114,7 +114,7 @@ class ServerEngine(Distributor[Server], RequestEngine):
         self.folder, self.config, self.eos, self.options = folder, config, eos, options
         self.shapes = published_shapes(folder, config, options.trust_remote_code)
         """Shapes of the published weights."""
-        self.tied = is_tied(config)
+        self.tied = tied_embedding(config, self.shapes)
         self.starts_server, self.on_cpu = not options.server, torch.device(options.device).type == "cpu"
         self.files = TemporaryFolder("update")
         self.engine_id = os.urandom(4).hex()
@@ -369,6 +369,20 @@ def as_flags(arguments: Mapping[str, Any], negative: bool = False) -> list[str]:
 # Weights and KV-cache sizes for vLLM and SGLang, in process and behind servers.
 
 
+def tied_embedding(config: Any, names: Iterable[str]) -> str | None:
+    """Return the published name of the embedding that is also the output matrix; None if they are two weights.
+
+    In checkpoints with a vision tower it has another prefix.
+
+    Example:
+        >>> from transformers import Qwen2Config
+        >>> tied_embedding(Qwen2Config(tie_word_embeddings=True), ["model.embed_tokens.weight", "model.norm.weight"])
+        'model.embed_tokens.weight'
+    """
+    tail = EMBEDDING.removeprefix("model")
+    return next((name for name in names if name.endswith(tail)), EMBEDDING) if is_tied(config) else None
+
+
 def published_shapes(folder: str, config: Any, trust_remote_code: bool) -> dict[str, tuple[int, ...]]:
     """Return the shape of every published weight of a model; a tied head has none."""
     weights = read_weights(folder, trust_remote_code=trust_remote_code)
@@ -378,21 +392,23 @@ def published_shapes(folder: str, config: Any, trust_remote_code: bool) -> dict[
     return shapes
 
 
-def write_weights(update: WeightUpdate, folder: Path, dtype: torch.dtype, tied: bool) -> Path:
+def write_weights(update: WeightUpdate, folder: Path, dtype: torch.dtype, tied: str | None) -> Path:
     """Write an update's weights as safetensors into a new folder, which is renamed into place when complete.
 
     Args:
         update: its tensors are written, its adapters are not.
         folder: must not exist.
         dtype: the tensors are cast to it.
-        tied: write the embedding under the head's name too; else vLLM and SGLang keep the old head.
+        tied: name of a weight to write under the head's name too (`tied_embedding`); else vLLM and SGLang keep the
+            old head.
 
     Example:
         >>> import tempfile
         >>> from safetensors.torch import load_file
-        >>> update = WeightUpdate(version=3, tensors=[("model.embed_tokens.weight", torch.ones(2, 2))])
+        >>> name = "model.embed_tokens.weight"
+        >>> update = WeightUpdate(version=3, tensors=[(name, torch.ones(2, 2))])
         >>> with tempfile.TemporaryDirectory() as parent:
-        ...     folder = write_weights(update, Path(parent) / "3", torch.float32, tied=True)
+        ...     folder = write_weights(update, Path(parent) / "3", torch.float32, tied=name)
         ...     sorted(load_file(folder / "model.safetensors"))
         ['lm_head.weight', 'model.embed_tokens.weight']
     """
@@ -403,11 +419,11 @@ def write_weights(update: WeightUpdate, folder: Path, dtype: torch.dtype, tied: 
 
 
 def weights_for_engines(
-    update: WeightUpdate, dtype: torch.dtype, tied: bool, copy: bool = False
+    update: WeightUpdate, dtype: torch.dtype, tied: str | None, copy: bool = False
 ) -> dict[str, torch.Tensor]:
     """Return an update's weights on the CPU as vLLM and SGLang load them; arguments as for `write_weights`."""
     tensors = {name: tensor.detach().to("cpu", dtype, copy=copy).contiguous() for name, tensor in update.tensors}
-    return tensors | ({HEAD: tensors[EMBEDDING]} if tied and EMBEDDING in tensors else {})
+    return tensors | ({HEAD: tensors[tied]} if tied in tensors else {})
 
 
 def cpu_cache_tokens(config: Any, rows: int, dtype: torch.dtype) -> int:

@@ -158,6 +158,7 @@ class SGLangEngine(ServerEngine):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
             "stop": list(sampling.stop),
             "stop_token_ids": stops,
             "ignore_eos": not stops,

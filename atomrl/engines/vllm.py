@@ -27,10 +27,9 @@ from atomrl.engines.requests import (
     StopRule,
     eos_token_ids,
 )
-from atomrl.engines.servers import EMBEDDING, HEAD, cpu_cache_bytes, published_shapes, write_weights
+from atomrl.engines.servers import HEAD, cpu_cache_bytes, published_shapes, tied_embedding, write_weights
 from atomrl.engines.vllm_worker import WORKER_EXTENSION, whole_hashes
 from atomrl.models.loading import base_path, model_config_only, resolve_folder
-from atomrl.models.memory import is_tied
 from atomrl.protocols import Adapter, WeightHash, WeightUpdate
 from atomrl.types import FinishReason, SamplingParams
 from atomrl.weight_sync.channels import write_adapters
@@ -60,7 +59,7 @@ OWN_ARGUMENTS = {
 
 def vocabulary_cut(sampling: SamplingParams) -> bool:
     """Return True if a sampling restricts the tokens but requests log-probs over the whole vocabulary."""
-    cuts = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_completion_tokens > 0
+    cuts = sampling.cuts or sampling.min_completion_tokens > 0
     return sampling.logprobs_over == "vocabulary" and cuts and sampling.temperature > 0
 
 
@@ -112,6 +111,7 @@ def request_fields(state: RequestState) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
         "stop": list(sampling.stop),
         "stop_token_ids": state.rule.is_stop.nonzero()[:, 0].tolist(),
         "include_stop_str_in_output": True,
@@ -153,7 +153,7 @@ class VLLMEngine(RequestEngine):
     Args:
         llm: the `LLMEngine`.
         shapes: of the published weights.
-        tied: the head shares the embedding's weight.
+        tied: published name of the embedding whose weight the head shares; None: the head has its own.
         eos: end-of-sequence tokens.
         tokenizer: the model's.
         whole_logprobs: see `EngineOptions`.
@@ -175,7 +175,7 @@ class VLLMEngine(RequestEngine):
         self,
         llm: Any,
         shapes: Mapping[str, tuple[int, ...]],
-        tied: bool,
+        tied: str | None,
         eos: tuple[int, ...],
         tokenizer: Any,
         whole_logprobs: bool = False,
@@ -232,7 +232,7 @@ class VLLMEngine(RequestEngine):
         torch.set_num_threads = set_threads  # on a CPU vLLM replaces it by a function that does nothing
         eos = eos_token_ids(folder, config, tokenizer)
         shapes = published_shapes(folder, config, options.trust_remote_code)
-        return cls(llm, shapes, is_tied(config), eos, tokenizer, options.whole_logprobs)
+        return cls(llm, shapes, tied_embedding(config, shapes), eos, tokenizer, options.whole_logprobs)
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of the published weights; a tied head has none."""
@@ -273,7 +273,7 @@ class VLLMEngine(RequestEngine):
         """Add a tied head under its own name, without which vLLM keeps the old one."""
         for name, tensor in tensors:
             yield name, tensor
-            if self.tied and name == EMBEDDING:
+            if name == self.tied:
                 yield HEAD, tensor
 
     def _load_adapters(self, adapters: Mapping[str, Adapter], version: int) -> Any:

@@ -70,18 +70,18 @@ class WeightReader:
         published = load_file(Path(weights) / WEIGHTS).items() if isinstance(weights, str) else weights
         model = self.model_runner.get_model()
         self.model_runner.reload_weights(weights_iterator=_renamed(model, published))
-        head = _base_layer(getattr(model, "lm_head", None))
+        head = _base_layer(_head(model))
         if hasattr(head, "cpu_linear"):  # on a CPU some versions do not pack a tied head again
             head.quant_method.process_weights_after_loading(head)
 
     def published_hashes(
-        self, shapes: Mapping[str, Sequence[int]], tied: bool, ranks: Mapping[str, int]
+        self, shapes: Mapping[str, Sequence[int]], tied: str | None, ranks: Mapping[str, int]
     ) -> list[PieceHash]:
         """Hash this worker's part of every weight.
 
         Args:
             shapes: of the published weights.
-            tied: the head has no published name; its hash is returned under the embedding's.
+            tied: the embedding's name, if the head has none; the head's hash is returned under it too.
             ranks: of the adapters in use, by the name of the weight that they adapt.
         """
         model, dtype = self.model_runner.get_model(), self.model_runner.model_config.dtype
@@ -165,25 +165,40 @@ def _renamed(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterato
 def _find(model: nn.Module, name: str) -> tuple[Any, int | None]:
     """Find the layer of a published weight or adapter, and the weight's index if vLLM has stacked several."""
     layers = dict(model.named_modules())
-    path = name.rpartition(".")[0]
-    if path in layers:
-        return layers[path], None
     stacked: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
-    before, _, end = path.rpartition(".")
-    for fused, parts in stacked.items():
-        if end in parts and f"{before}.{fused}" in layers:
-            return layers[f"{before}.{fused}"], parts.index(end)
+    for path in (each.rpartition(".")[0] for each in (name, _own_name(model, name))):
+        if path in layers:
+            return layers[path], None
+        before, _, end = path.rpartition(".")
+        for fused, parts in stacked.items():
+            if end in parts and f"{before}.{fused}" in layers:
+                return layers[f"{before}.{fused}"], parts.index(end)
     return None, None
 
 
-def _held(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], tied: bool) -> Iterator[tuple[str, Piece | None]]:
+def _own_name(model: nn.Module, name: str) -> str:
+    """Return vLLM's name of a published weight, whose prefix differs in models with a vision tower."""
+    prefixes = getattr(getattr(model, "hf_to_vllm_mapper", None), "orig_to_new_prefix", None) or {}
+    for before, after in prefixes.items():
+        if after is not None and name.startswith(before):
+            name = name.replace(before, after, 1)
+    return name
+
+
+def _held(
+    model: nn.Module, shapes: Mapping[str, tuple[int, ...]], tied: str | None
+) -> Iterator[tuple[str, Piece | None]]:
     """Yield this worker's piece of every published weight; a tied head comes under the embedding's name."""
     for name, shape in shapes.items():
         layer, part = _find(model, name)
         yield name, _read(_base_layer(layer), name.rpartition(".")[2], part, shape)
-    if tied:
-        name = "model.embed_tokens.weight"
-        yield name, _read(_base_layer(model.get_submodule("lm_head")), "weight", None, shapes[name], head=True)
+    if tied is not None:
+        yield tied, _read(_base_layer(_head(model)), "weight", None, shapes[tied], head=True)
+
+
+def _head(model: nn.Module) -> Any:
+    """Return the output matrix; in a model with a vision tower it is a part of its language model."""
+    return next((layer for name, layer in model.named_modules() if name.rpartition(".")[2] == "lm_head"), None)
 
 
 def _base_layer(layer: Any) -> Any:

@@ -90,12 +90,15 @@ FLOAT32 = 4
 MOST_TOKENS = 16384
 """Tokens per micro-batch beyond which a GPU gets no faster."""
 _parameters: dict[str, int] = {}
-"""Cache of parameter counts by config: a dry run needs those of one model many times."""
+_active: dict[str, int] = {}
+"""Caches of parameter counts by config: a dry run needs those of one model many times."""
 QUANTIZED = {"nf4": 0.5 + 1 / 64 + FLOAT32 / (64 * 256), "int8": 1.0}
 """Bytes per quantized weight: its code, a scale per 64 weights, and a scale per 256 scales."""
 SAVED_BY_AUTOGRAD = 2
-"""Activations of a layer of transformers, relative to those of `gpt.Layer`. Counted on tiny models of 25 mixtures of
-experts and 3 dense families: 1.4 (Llama, phimoe) to 2.4 (gpt-oss); 3 for minimax and Llama 4."""
+"""Activations of a layer of transformers, relative to those of `gpt.Layer`. Counted on tiny models of 41 mixtures of
+experts and 3 dense families: 1.2 to 2.4 for most, up to 2.8 for some (Llama 4, minimax, Qwen3.5), 0.5 to 1.2 with
+latent attention (DeepSeek V3.2). A few with linear attention or compressed keys save 4 to 108 times as much when tiny
+(Kimi Linear)."""
 BESIDE = "in the CPU's memory"
 """Part of the memory estimate for offloaded shards; not in the total of the device."""
 SHARDED = ("trainer weights", "optimizer", "gradients", "reference", "teacher", "critic")
@@ -131,6 +134,30 @@ def count_parameters(config: Any, trust_remote_code: bool = False) -> int:
         model = empty_model(config, trust_remote_code)
         _parameters[text] = sum(weight.numel() for weight in model.parameters())
     return _parameters[text]
+
+
+def active_parameters(config: Any, trust_remote_code: bool = False) -> int:
+    """Count the parameters that a token of text runs through: its experts only, and no vision tower.
+
+    Example:
+        >>> from transformers import MixtralConfig
+        >>> sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+        >>> config = MixtralConfig(**sizes, num_local_experts=8, num_experts_per_tok=2)
+        >>> count_parameters(config) - active_parameters(config) == 2 * 6 * 3 * 32 * 64
+        True
+    """
+    text = config.to_json_string(use_diff=False)
+    if text not in _active:
+        model, experts = empty_model(config, trust_remote_code), size(config, *EXPERTS)
+        tower = {*tower_weights(model)} if text_config(config) is not config else set()
+        used = {name: weight for name, weight in model.named_parameters() if name not in tower}
+        routed = sum(
+            weight.numel() for name, weight in used.items()
+            if ".experts." in name or (weight.dim() == 3 and len(weight) == experts)
+        )  # fmt: skip
+        idle = 0 if not experts else routed - routed * min(experts, size(config, *EXPERTS_PER_TOKEN) or 1) // experts
+        _active[text] = sum(weight.numel() for weight in used.values()) - idle
+    return _active[text]
 
 
 def empty_model(config: Any, trust_remote_code: bool = False) -> Any:

@@ -131,6 +131,8 @@ class HFModel(nn.Module):
         """The config key `model.pack_rows`."""
         self.sharing: Any = None
         """Process group for sequence parallelism; None: none."""
+        self.factor = 1.0
+        """Factor of the logits, after the output matrix (Command R, Granite); set by `check`."""
         self.vision: Vision | None = None
         """Computes pictures; None: rows have none."""
         self.streams = False
@@ -151,7 +153,7 @@ class HFModel(nn.Module):
         )
 
     def forward_hidden(self, tokens: Tensor, images: Sequence[Sequence[Image]] = ()) -> Tensor:
-        """Compute hidden states [B, T, H] after the final norm, of right-padded tokens [B, T].
+        """Compute hidden states [B, T, H], of which the output matrix makes logits, of right-padded tokens [B, T].
 
         Args:
             images: [B] pictures of each row; empty: no row has any.
@@ -175,8 +177,9 @@ class HFModel(nn.Module):
         if self.streams:
             named["attention_mask"] = torch.ones_like(tokens)
         with self._rounding.saving_masters() if self._rounding else nullcontext(), streaming(layout):
-            hidden: Tensor = self.inner.base_model(input_ids=tokens, use_cache=False, **named).last_hidden_state
-        return hidden.to(self.compute_dtype or self.head_weight.dtype)  # a few families end in float32
+            hidden: Tensor = body(self.inner)(input_ids=tokens, use_cache=False, **named).last_hidden_state
+        hidden = hidden.to(self.compute_dtype or self.head_weight.dtype)  # a few families end in float32
+        return hidden if self.factor == 1 else hidden * self.factor
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Compute logits [B, T, V], float32, of tokens [B, T]."""
@@ -184,24 +187,22 @@ class HFModel(nn.Module):
 
     @torch.no_grad()
     def check(self, streams: bool = True) -> None:
-        """Raise ConfigError if the model is not causal, or changes its logits after the output matrix.
+        """Raise ConfigError if the model is not causal, or changes its logits otherwise than by a factor.
 
         Args:
             streams: prepare the model for streams if possible, which changes its attention; False: leave it.
         """
         tokens = torch.arange(4, device=self.head_weight.device)[None] % text_config(self.config).vocab_size
         kind = f"model_type {self.config.model_type!r}"
-        with reraise_as(ConfigError, f"{kind} cannot be trained on text", TypeError, ValueError, AttributeError):
-            hidden = self.forward_hidden(tokens)
+        with reraise_as(ConfigError, f"{kind} {NO_TEXT}", TypeError, ValueError, AttributeError):
+            hidden, theirs = self.forward_hidden(tokens), self.inner(input_ids=tokens).logits.float()
         if not torch.allclose(hidden[:, :2].float(), self.forward_hidden(tokens[:, :2]).float(), rtol=1e-2, atol=1e-2):
-            raise ConfigError(f"{kind} attends to later tokens, so it is not a causal language model; use a causal one")
+            raise ConfigError(f"{kind} {LATER_TOKENS}")
         ours = head_logits(hidden, self.head_weight)
-        theirs = self.inner(input_ids=tokens).logits.float()
-        if not torch.allclose(theirs, ours, rtol=1e-2, atol=1e-2):
-            raise ConfigError(
-                f"{kind} changes its logits after the output matrix (a bias, a scale or a soft cap), which the chunked "
-                "log-probs do not support; use another model"
-            )
+        fitting = (factor for factor in logit_factors(self.config) if torch.allclose(theirs, factor * ours, 1e-2, 1e-2))
+        self.factor = next(fitting, 0.0)
+        if not self.factor:
+            raise ConfigError(f"{kind} {CHANGED_LOGITS}")
         self.streams = streams and self._can_stream()
 
     def _can_stream(self) -> bool:
@@ -209,14 +210,65 @@ class HFModel(nn.Module):
             return False
         rows, wanted, stream = small_stream(text_config(self.config).vocab_size, self.head_weight.device)
         expected = self.forward_hidden(rows).flatten(0, 1)[wanted.flatten().nonzero()[:, 0] - 1]
-        with suppress(NotImplementedError):
+        # NotImplementedError is `attention`'s; the others are those of families that read their mask (Doge).
+        with suppress(NotImplementedError, AttributeError, TypeError, ValueError):
             close = 1e-4 if expected.dtype == torch.float32 else 2e-2
             return torch.allclose(self.stream_states(rows, stream), expected, rtol=close, atol=close)
         return False
 
 
+CHANGED_LOGITS = (
+    "changes its logits after the output matrix (a bias or a soft cap), which the chunked log-probs do not support; "
+    "use another model"
+)
+NO_TEXT = "cannot be trained on text"
+LATER_TOKENS = "attends to later tokens, so it is not a causal language model; use a causal one"
+BOTH_WAYS = ("cpmant", "paligemma", "xlm", "xlnet")
+"""Model types with a causal class that reads its prompt in both directions."""
+FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_mup_width_multiplier")
+SOFT_CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
+"""Names of what changes logits after the output matrix, in the configs of transformers."""
+
+
+def logit_factors(config: Any) -> list[float]:
+    """Return the factors that a model may multiply its logits by: 1, and what its config has, which some divide by."""
+    found = [value for name in FACTORS if (value := getattr(text_config(config), name, None))]
+    return [1.0, *(factor for value in found for factor in (float(value), 1 / value))]
+
+
+def body(inner: Any) -> Any:
+    """Return the part of a transformers model that ends before the output matrix."""
+    if inner.base_model is not inner:
+        return inner.base_model
+    decoder = inner.get_decoder()  # Llama 4
+    return inner.model if decoder is inner else body(decoder)
+
+
+def check_trainable(inner: Any) -> None:
+    """Raise ConfigError if a model cannot be trained on text, as far as that can be told without its weights.
+
+    `HFModel.check` computes, and finds the rest.
+
+    Args:
+        inner: a transformers model on the meta device.
+    """
+    kind, text = f"model_type {inner.config.model_type!r}", text_config(inner.config)
+    head = inner.get_output_embeddings()
+    if head is None:
+        raise ConfigError(f"{kind} {NO_TEXT}: {type(inner).__name__} has no output matrix")
+    words = reraise_as(ConfigError, f"{kind} {NO_TEXT}", TypeError, ValueError, AttributeError)
+    with words, suppress(RuntimeError, LookupError):  # some compute with values, which the meta device does not have
+        tokens = torch.ones(1, 4, dtype=torch.long, device="meta")
+        body(inner)(input_ids=tokens, use_cache=False).last_hidden_state  # noqa: B018
+        inner(input_ids=tokens, use_cache=False).logits  # noqa: B018
+    if inner.config.model_type in BOTH_WAYS:
+        raise ConfigError(f"{kind} {LATER_TOKENS}")
+    if getattr(head, "bias", None) is not None or any(getattr(text, name, None) for name in SOFT_CAPS):
+        raise ConfigError(f"{kind} {CHANGED_LOGITS}")
+
+
 NO_WRITER = (
-    "ForMaskedLM", "Encoder", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"
+    "ForMaskedLM", "Encoder", "Classification", "ForQuestionAnswering"
 )  # fmt: skip
 """Suffixes of architecture names that do not generate text."""
 
@@ -237,6 +289,8 @@ def check_causal(config: Any, path: object) -> None:
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING:  # some of these families also have a causal class
         other |= not any(kind.endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds)
     named = f"{path} is a {config.model_type} model ({', '.join(kinds) or 'no architectures'})"
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not other and not getattr(config, "is_decoder", True):
+        raise ConfigError(f"{named}, which {LATER_TOKENS} (its config.json has is_decoder=false)")
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
             f"{named}, which reads the prompt with an encoder, and is not a causal "

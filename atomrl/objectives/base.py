@@ -75,6 +75,7 @@ class Setting:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     logprobs_over: str = "vocabulary"
     """Tokens that log-probs are normalised over: `vocabulary`, or `kept` (those that top-p and top-k keep)."""
     reward_parts: int = 1

@@ -331,8 +331,10 @@ class PolicyObjective(Objective):
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield from super().warnings(setting)
-        if (setting.top_p < 1 or setting.top_k) and setting.logprobs_over != "kept":
-            option = f"top_p={setting.top_p}" if setting.top_p < 1 else f"top_k={setting.top_k}"
+        cuts = {"top_p": (setting.top_p, 1), "top_k": (setting.top_k, 0), "min_p": (setting.min_p, 0)}
+        on = [f"{name}={value}" for name, (value, off) in cuts.items() if value != off]
+        if on and setting.logprobs_over != "kept":
+            option = on[0]
             correction = "the correction ignores the truncation" if self.rollout_is else "which is not corrected"
             cut = f"biased: {option} truncates sampling, but log-probs are over the whole vocabulary, {correction}"
             yield f"{cut}; rollout.logprobs_over=kept uses the kept tokens"

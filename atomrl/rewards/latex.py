@@ -333,6 +333,8 @@ _DOTS = re.compile(r"\\[lcd]?dots|\.\.\.|…")
 _DECIMAL = re.compile(r"[+-]?[0-9]*\.[0-9]+")
 _CHOICE = re.compile(r"(?:\\text\s*\{\s*)?\(?([A-J])[).:][\s\\}]")  # (C) 5
 _SET, _TUPLE = re.compile(r"\\\{[^()\[\]]*,[^()\[\]]*\\\}"), re.compile(r"\(.*,.*\)", re.DOTALL)
+_VALUES = re.compile(r"[A-Za-z]\s*=[^=,()\[\]]+(?:,[^=,()\[\]]+)+")
+"""Several values of one unknown: `x = 1, 2`."""
 _POWER = re.compile(r"(?<![0-9])([0-9]+)\s*\^\s*(?:\{\s*(?:([0-9]+)|\{([0-9]+)\})\s*\}|([0-9]+))(?!\s*[\^!0-9])")
 _LIST = re.compile(r"\s*\[\s*[\"'].*[\"']\s*\]\s*", re.DOTALL)
 _PRIME = re.compile(r"(?<=[A-Za-z)])'+|\\prime")
@@ -405,8 +407,9 @@ def _equal(answer: str | None, wanted: str) -> bool:
         return True
     if _PRIME.findall(given) != _PRIME.findall(gold):
         return False
-    if any(_SET.fullmatch(one) and _TUPLE.fullmatch(two) for one, two in ((given, gold), (gold, given))):
-        return False  # {1, 2} is neither a point nor an interval
+    values = [_SET.fullmatch(one) or _VALUES.fullmatch(one) for one in (given, gold)]
+    if (values[0] and _TUPLE.fullmatch(gold)) or (values[1] and _TUPLE.fullmatch(given)):
+        return False  # {1, 2} and x = 1, 2 are neither a point nor an interval
     if clock_time(given) is None or clock_time(gold) is None:
         (names, parts), (gold_names, gold_parts) = _ratio(given), _ratio(gold)
         if parts or gold_parts:

@@ -203,7 +203,10 @@ def disagreements(rows: Sequence[Row], before: Sequence[float | None], after: Se
     """Return the indices of completions on which two rewards disagree, largest disagreement first: the change of the
     completion's reward minus the group's mean, in standard deviations over all completions."""
     changes: dict[int, float] = {}
-    pairs = {p: (a, b) for p, (a, b) in enumerate(zip(before, after, strict=True)) if a is not None and b is not None}
+    pairs = {
+        p: (a, b) for p, (a, b) in enumerate(zip(before, after, strict=True))
+        if a is not None and b is not None and math.isfinite(a - b)
+    }  # fmt: skip
     scales = [pstdev(side) or math.inf for side in zip(*pairs.values(), strict=True)]  # equal rewards: no change
     for places in groups_of(rows):
         both = [p for p in places if p in pairs]

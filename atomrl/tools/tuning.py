@@ -33,7 +33,7 @@ from atomrl.config.schema import Section
 from atomrl.tracking.doctor.rules import EVALUATED
 from atomrl.tracking.reading import Run, is_run, load_run
 from atomrl.tracking.reading.comparison import JOURNAL, RESULT, SECONDS, SETTINGS, STUDY_NAME, half_width
-from atomrl.tracking.reading.lines import Locked, acquire_lock, lock_owner, release_lock
+from atomrl.tracking.reading.lines import Locked, acquire_lock, lock_owner, read_mapping, release_lock
 from atomrl.tracking.reading.run import read_findings
 
 if TYPE_CHECKING:
@@ -373,8 +373,7 @@ def _no_metric(run: Run, metric: str) -> ConfigError:
 
 
 def _finished(folder: Path) -> bool:
-    summary = folder / "summary.json"
-    return summary.exists() and bool(json.loads(summary.read_text(encoding="utf-8")).get("finished"))
+    return bool(read_mapping(folder / "summary.json", []).get("finished"))
 
 
 def _process(

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from atomrl.common.secrets import redacted
 from atomrl.common.terminal import printable, printable_output
 from atomrl.tracking.reading.metrics import accuracies, held_out_rewards
 
@@ -131,7 +132,7 @@ class ProgressBar:
             table.add_column(name, ratio=1, overflow="fold")
         for name in ("reward", "advantage"):
             table.add_column(name, justify="right")
-        for row in rows[:: -(-len(rows) // COMPLETIONS)]:
+        for row in map(redacted, rows[:: -(-len(rows) // COMPLETIONS)]):
             prompt = printable(prompt_text(row["prompt"]).strip())
             numbers = ("-" if row[name] is None else f"{row[name]:.3g}" for name in ("reward", "advantage"))
             short = Text(f"…{prompt[-CHARACTERS:]}" if len(prompt) > CHARACTERS else prompt)

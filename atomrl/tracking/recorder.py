@@ -13,6 +13,7 @@ from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, Self
 
 from atomrl.common.errors import reraise_as
+from atomrl.common.secrets import redacted, without_secrets
 from atomrl.config import ConfigError, RunConfig
 from atomrl.tracking.console import ProgressBar, describe_evaluation, prompt_text
 from atomrl.tracking.doctor import Doctor
@@ -76,7 +77,7 @@ class WandbSink:
                 name=config.run_name,
                 tags=tracking.wandb_tags or None,
                 dir=str(run.path),
-                config=config.to_tree(),
+                config=redacted(config.to_tree()),
                 id=id_file.read_text().strip() if id_file.exists() else None,
                 resume="allow",
             )
@@ -116,7 +117,7 @@ class MLflowSink:
             client.update_run(self._id, status="RUNNING")
         else:
             self._id = client.create_run(experiment, run_name=config.run_name).info.run_id
-            for name, value in flat_tree(config.to_tree()).items():
+            for name, value in flat_tree(redacted(config.to_tree())).items():
                 client.log_param(self._id, name, str(value)[:MLFLOW_VALUE])
             id_file.write_text(self._id + "\n", encoding="utf-8")
 
@@ -145,7 +146,7 @@ class TrackioSink:
                 trackio.init,
                 project=config.tracking.wandb_project,
                 name=config.run_name,
-                config=config.to_tree(),
+                config=redacted(config.to_tree()),
                 resume="allow" if run.first_step > 1 else "never",
                 embed=False,
                 auto_log_gpu=False,
@@ -212,7 +213,7 @@ class BackgroundSink:
                 self._finished += 1
             self._sink.close()
         except Exception as error:  # whatever a tracker raises, training continues
-            print(f"tracking: {self.name} failed and is disabled: {error}", file=sys.stderr)
+            print(f"tracking: {self.name} failed and is disabled: {without_secrets(str(error))}", file=sys.stderr)
 
     def close(self) -> None:
         """Wait for the queued calls, as long as the sink makes progress."""
@@ -290,7 +291,8 @@ class Recorder:
         self._completions = rows
         if self.tracking.save_rollouts:
             self.directory.write_rows(step, rows, "train")
-            self._send(step, lambda sink: sink.log_samples(rows[:MAX_SAMPLES], step))
+            samples = [redacted({name: row[name] for name in TABLE_COLUMNS}) for row in rows[:MAX_SAMPLES]]
+            self._send(step, lambda sink: sink.log_samples(samples, step))
         if every and rows and (step == 1 or step % every == 0):
             self.progress.show_completions(step, rows)
 

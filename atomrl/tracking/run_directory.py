@@ -46,7 +46,15 @@ from atomrl.config import CheckpointConfig, ConfigError, RunConfig, dump_config,
 from atomrl.tracking import checkpoints
 from atomrl.tracking.checkpoints import config_changes, disk_full_named, step_folder, step_folders, stopping_changes
 from atomrl.tracking.doctor.rules import EVALUATED, Finding, is_evaluation
-from atomrl.tracking.reading.lines import LOCK, Locked, acquire_lock, read_metrics, release_lock, same_folder
+from atomrl.tracking.reading.lines import (
+    LOCK,
+    Locked,
+    acquire_lock,
+    read_mapping,
+    read_metrics,
+    release_lock,
+    same_folder,
+)
 from atomrl.tracking.reading.rollouts import TOKENS
 from atomrl.tracking.reading.run import FAILURE, FUNCTIONS, LOG
 from atomrl.types import Trajectory
@@ -316,8 +324,8 @@ class RunDirectory:
         Returns:
             The environment of the start, with that of each attempt in `resumed`.
         """
-        newest, stored = self.latest_checkpoint(), self.path / "env.json"
-        environment = json.loads(stored.read_text(encoding="utf-8")) if stored.is_file() else {}
+        newest, unread = self.latest_checkpoint(), list[str]()
+        environment = read_mapping(self.path / "env.json", unread)
         attempts = environment.get("resumed", [])
         before = now | (attempts[-1] if attempts else environment)
         changes = config_changes(read_yaml(self.path / "config.yaml"), config)
@@ -336,7 +344,7 @@ class RunDirectory:
         done = newest[0] if newest else -1
         self.first_step = max(done, 0) + 1
         last_bits = [name for name in LAST_BITS if newest and before[name] != now[name]]
-        lines = [*changes, *others]
+        lines = [*changes, *others, *unread]
         lines += [f"{self.path} continues " + (f"after step {done}" if newest else "from the start: no checkpoint")]
         lines += [f"{name}: {before[name]} -> {now[name]}; results may differ in the last bits" for name in last_bits]
         for line in lines:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 
 from atomrl.config import ConfigError, RunConfig
 from atomrl.protocols import RewardFunction
-from atomrl.tracking.reading.lines import flat_tree
 from atomrl.trainer.base import PreparedRun
 from atomrl.trainer.base import run_to_end as run_to_end
+from atomrl.trainer.build import given_to_rank
 from atomrl.trainer.checks import (
     check_adapters,
     check_best,
@@ -69,6 +69,6 @@ def prepare_run(config: RunConfig, local_rewards: Mapping[str, RewardFunction] |
     check_best(run.config)
     check_ranks(config, run.algorithm)  # before `check_savers`, whose remedy would not help here
     check_savers(config)
-    run.given = flat_tree(config.to_tree())
+    run.given = given_to_rank(config)
     run.config = chosen_here(run.config, run.algorithm, run.ranks)
     return run

@@ -3,9 +3,11 @@
 No other module knows the concrete classes of engines and back ends: a new one is a line in `ENGINES` or `RANKED`.
 """
 
+import hashlib
 import json
 import logging
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -20,10 +22,12 @@ from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.algorithms.sft import PRETRAINING, SFT
 from atomrl.backends.base import LocalBackend, RoleName
 from atomrl.backends.group import Ranks
-from atomrl.backends.ranks import RankedKind, rank_count, start_actors, start_rank_actors, start_ranks
+from atomrl.backends.ranks import CONTENTS, RankedKind, rank_count, start_actors, start_rank_actors, start_ranks
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.common.chat_template import set_template
 from atomrl.common.errors import reraise_as
+from atomrl.common.files import model_identity
+from atomrl.common.processes import launched
 from atomrl.config import BackendConfig, ConfigError, ModelConfig, RolloutConfig, RunConfig
 from atomrl.data.images import ImageReader, ImageStore
 from atomrl.data.problems import DataProcessor
@@ -50,6 +54,7 @@ from atomrl.models.vision import why_no_images
 from atomrl.objectives import PolicyObjective, PreferenceObjective
 from atomrl.objectives.token_weights import TokenTIS
 from atomrl.protocols import Algorithm, FrozenBase, RolloutEngine, TrainingBackend
+from atomrl.tracking.reading.lines import flat_tree
 from atomrl.tracking.run_directory import FRESH_MODEL, IMAGES, RunDirectory, is_begun
 from atomrl.types import SAMPLING_KEYS, SamplingParams
 
@@ -354,6 +359,21 @@ def starting_model(config: RunConfig, tokenizer: Any, directory: RunDirectory) -
     return str(folder)
 
 
+def given_to_rank(config: RunConfig) -> dict[str, Any]:
+    """Return what the ranks of a launcher compare: the keys of the config and, under `contents of PATH`, a hash of each
+    data file and of the model, if they are on this machine."""
+    given, data = flat_tree(config.to_tree()), config.data
+    if launched() is None:
+        return given
+    files = [path for each in (data.train, data.eval) for path in ([each] if isinstance(each, str) else each or ())]
+    for path in filter(os.path.isfile, files):
+        with open(path, "rb") as file:
+            given[CONTENTS + path] = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    if config.model.path is not None and os.path.isdir(config.model.path):
+        given[CONTENTS + config.model.path] = model_identity(Path(config.model.path))[:16]
+    return given
+
+
 def build_trainer(
     config: RunConfig,
     algorithm: Algorithm,
@@ -362,6 +382,7 @@ def build_trainer(
     device: torch.device | None = None,
     cluster: RayCluster | None = None,
     given: Mapping[str, Any] | None = None,
+    images: ImageReader | None = None,
     **options: Any,
 ) -> TrainingBackend:
     """Build the training back end: in this process, on the ranks of `backend`, or in the cluster's `trainer` actors.
@@ -374,16 +395,17 @@ def build_trainer(
         path: folder or hub name of the policy's initial weights.
         ranks: the group of ranks, of which this process is one; None: a section `backend` starts them.
         device: of this rank; None: `model.device`.
-        given: the keys of the config as it was loaded, which the ranks of a launcher compare.
+        given: of `given_to_rank`, for the config as it was loaded.
+        images: reads the pictures of rows; None: there are none.
         options: further arguments of `BaseBackend`: `tokenizer`, and the roles to load.
     """
     # Start ranks or actors.
     if ranks is None and config.backend is not None and not in_actors(config):
-        build_rank = partial(build_trainer, config, algorithm, path)
+        build_rank = partial(build_trainer, config, algorithm, path, images=images)
         return start_ranks(build_rank, config.backend, device_name(config.model.device), given=given, **options)
     if cluster is not None and "trainer" in cluster.wanted:
         remote = config.model_copy(update={"model": actor_model(config.model)})
-        build_part = partial(build_trainer, remote, algorithm, path)
+        build_part = partial(build_trainer, remote, algorithm, path, images=images)
         if config.backend is not None:
             return start_rank_actors(build_part, config.backend, remote.model.device, cluster=cluster, **options)
         apart = [role for role in get_args(RoleName) if role in cluster.wanted]
@@ -401,6 +423,7 @@ def build_trainer(
         seed=config.seed,
         collective=ranks,
         device=device or device_name(config.model.device),
+        images=images,
         **options,
     )
 

@@ -25,6 +25,7 @@ from atomrl.models.memory import (
     QUANTIZED,
     Sizes,
     activation_bytes_per_token,
+    active_parameters,
     adapter_parameters,
     count_parameters,
     critic_parameters,
@@ -215,18 +216,20 @@ def _rollout_seconds(config: RunConfig, shape: Any, gpu: Gpu, compute: int) -> f
     key-value cache, and sampling reads the logits.
     """
     rollout, engine = config.rollout, chosen_class(config.rollout).decode_time
-    total, layers, vocab = count_parameters(shape), layer_count(shape), text_config(shape).vocab_size
+    active, layers, vocab = active_parameters(shape), layer_count(shape), text_config(shape).vocab_size
     _, _, keys, _ = widths(shape)
     rows = rollout.prompts_per_step * rollout.completions_per_prompt
     batch = min(rows, rollout.concurrent_completions)
     mean_context = config.data.max_prompt_tokens + rollout.max_completion_tokens / 2
     rate, bandwidth = gpu.tflops * 1e12 * PRODUCT_SHARE, gpu.gb_s * 1e9 * BANDWIDTH_SHARE
-    products = max(total * compute / bandwidth, 2 * total * batch / rate)
+    total = count_parameters(shape)
+    read = min(total, active * batch)  # tokens run through different experts
+    products = max(read * compute / bandwidth, 2 * active * batch / rate)
     if config.model.quantization and shares_base(config, shape, "cuda", compute):
         dequantized = _dequantized_bytes(config, shape, compute)
         if config.model.quantization == "nf4" and batch <= FUSED_ROWS and compute < FLOAT32:
             codes = dequantized - (total - ends(shape)) * compute + ends(shape) * compute
-            products = max(codes / bandwidth, 2 * total * batch / rate) / FUSED_SHARE
+            products = max(codes / bandwidth, 2 * active * batch / rate) / FUSED_SHARE
         else:
             products += dequantized / bandwidth
     traffic = batch * (mean_context * 2 * layers * keys * compute + LOGIT_BYTES * vocab)
@@ -234,7 +237,7 @@ def _rollout_seconds(config: RunConfig, shape: Any, gpu: Gpu, compute: int) -> f
     layer = layer if gpu.bfloat16 else max(layer, PLAIN_LAYER_S)
     row = engine.row_s + (engine.logprob_s if rollout.logprobs_over != "none" else 0)
     step = (products + traffic / bandwidth) / rollout.tensor_parallel + layers * layer + batch * row
-    prefill = 2 * total * rollout.prompts_per_step * config.data.max_prompt_tokens / rate
+    prefill = 2 * active * rollout.prompts_per_step * config.data.max_prompt_tokens / rate
     return float(prefill + -(-rows // batch) * rollout.max_completion_tokens * step)
 
 
@@ -253,13 +256,13 @@ def _pass_seconds(
     """
     model, cards = config.model, gpu.count if config.backend else 1
     text = text_config(shape)
-    total, layers, hidden = count_parameters(shape), layer_count(shape), int(text.hidden_size)
+    active, layers, hidden = active_parameters(shape), layer_count(shape), int(text.hidden_size)
     forwards = 2 if backward and model.checkpoints_layers else 1
     products = 2 * forwards + backward * (2 if model.lora else 4)  # FLOPs per parameter and token
     passes = forwards + backward
     traffic = passes * layers * hidden * (PASS_BYTES_COMPILED if model.compile else PASS_BYTES) * tokens
     traffic += (1 + backward) * LOGIT_BYTES * text.vocab_size * logits
-    device = products * total * tokens / (gpu.tflops * 1e12 * PRODUCT_SHARE)
+    device = products * active * tokens / (gpu.tflops * 1e12 * PRODUCT_SHARE)
     micro_batches = -(-tokens // (cards * config.train.micro_batch_tokens("cuda")))
     traffic += cards * micro_batches * passes * _dequantized_bytes(config, shape, compute)
     device += traffic / (gpu.gb_s * 1e9 * BANDWIDTH_SHARE)

@@ -192,6 +192,8 @@ class RLRun(PreparedRun):
         objective = config.algorithm
         assert not isinstance(objective, RewardModelObjective), "the kind of run is chosen by the algorithm"
         engine = check_engine(config, path)
+        if instead := build.engine_class(config.rollout, path, config.model)[1]:
+            self.engine_reason += f"; the hf engine draws in its place: {instead}"
         check_correction(config, engine)
         on_policy = config.rollout.source == "engine" and not (
             config.asynchronous and config.asynchronous.max_staleness

@@ -7,9 +7,10 @@
                           train_dataset=dataset)
     trainer.train()
 
-Trainers with their configs: SFT, GRPO, RLOO, DPO, KTO, ORPO, CPO, OnlineDPO, PPO, GKD, Distillation and Reward. `GRPOArgs` are GRPO's arguments
-with AtomRL's names. `docs/start/migrating.md` has what differs, `docs/reference/python_api.md` the arguments, the files
-of a run, and the whole algorithm written with the five functions.
+Trainers with their configs: SFT, GRPO, RLOO, DPO, KTO, ORPO, CPO, OnlineDPO, PPO, GKD, Distillation and Reward.
+`GRPOArgs` are GRPO's arguments with AtomRL's names. `docs/start/migrating.md` has what differs,
+`docs/reference/python_api.md` the arguments, the files of a run, and the whole algorithm written with the five
+functions.
 """
 
 from typing import Any

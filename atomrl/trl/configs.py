@@ -109,9 +109,14 @@ OWN: Mapping[str, Mapping[str, tuple[str, Any]]] = {
         "normalize_advantages": ("bool", False), "reward_clip_range": (_NUMBERS, None),
     },
     "online_dpo": {
-        **_SAMPLED, "reward_model_path": ("str | None", None), "max_new_tokens": ("int", 64),
-        "max_length": ("int", 512), "temperature": ("float", 0.9), "missing_eos_penalty": ("float | None", None),
-        "beta": ("list[float]", [0.1]), "loss_type": ("str", "sigmoid"), **_DISABLED, "judge": ("str | None", None),
+        **_DISABLED, **_VLLM, "remove_unused_columns": ("bool | None", False),
+        "reward_model_path": ("str | None", None),
+        "max_new_tokens": ("int", 64), "max_length": ("int", 512), "temperature": ("float", 0.9),
+        "top_p": ("float", 1.0), "top_k": ("int", 0), "min_p": ("float | None", None),
+        "repetition_penalty": ("float", 1.0), "generation_kwargs": (_DICT, None),
+        "cache_implementation": ("str | None", None), "missing_eos_penalty": ("float | None", None),
+        "beta": ("list[float]", [0.1]), "loss_type": ("str", "sigmoid"), "judge": ("str | None", None),
+        "ds3_gather_for_generation": ("bool", True), "reward_weights": (_NUMBERS, None),
         "dataset_num_proc": ("int | None", None),
     },
     "sft": {
@@ -295,6 +300,9 @@ class TRLConfig(TrainingArguments, metaclass=_ConfigType):
     def translated(self) -> tuple[Translation, dict[str, Any], list[str]]:
         """Translate to config sections: the translation, the sections, and the notes."""
         values, called = self.given(), type(self).__name__
+        values.pop("chat_template_path", None)  # which the trainer reads
+        if (of_vllm := values.pop("vllm_sampling_params", None)) is not None:
+            values["generation_kwargs"] = {**(self.generation_kwargs or {}), **_of_vllm(of_vllm)}
         if values.get("output_dir") is not None:
             values["output_dir"] = str(values["output_dir"])
         # The importer of TRL files translates; a model is required there, so it gets a placeholder.
@@ -319,6 +327,10 @@ class TRLConfig(TrainingArguments, metaclass=_ConfigType):
         tree["model"]["device"] = self.chosen_device
         if not {"bf16", "fp16"} & values.keys():  # TRL's default of bfloat16, where the hardware has it
             tree["model"]["dtype"] = "auto"
+        on_cpu = []
+        if tree["model"].get("activation_offload") and self.device.type == "cpu":
+            tree["model"]["activation_offload"] = False
+            on_cpu = ["activation_offloading: no effect on a CPU"]
         if launched() is not None:
             tree["backend"] = {"type": "fsdp"}
         if TRAINERS[self.kind].samples and values.get("use_vllm") and find_spec("vllm") is not None:
@@ -332,7 +344,7 @@ class TRLConfig(TrainingArguments, metaclass=_ConfigType):
         notes += [f"{', '.join(idle)}: no effect here"] if idle else []
         if values.get("use_vllm") and TRAINERS[self.kind].samples and tree["rollout"]["engine"] != "vllm":
             notes.append("use_vllm: vLLM is not installed (pip install 'atomrl[vllm]'); using AtomRL's own engine")
-        return t, tree, [*notes, *t.left]
+        return t, tree, [*notes, *on_cpu, *t.left]
 
     @property
     def _defaults(self) -> dict[str, Any]:
@@ -383,6 +395,22 @@ class TRLConfig(TrainingArguments, metaclass=_ConfigType):
     def to_dict(self) -> dict[str, Any]:
         """Return all fields and their values."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
+
+
+SAMPLING_OF_VLLM: Mapping[str, tuple[Any, ...]] = {
+    "temperature": (1.0,), "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,), "stop": (None, []),
+    "stop_token_ids": (None, []), "min_tokens": (0,), "presence_penalty": (0.0,), "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,), "logit_bias": (None,), "bad_words": (None, []), "allowed_token_ids": (None, []),
+    "structured_outputs": (None,), "guided_decoding": (None,), "logits_processors": (None, []), "ignore_eos": (False,),
+}  # fmt: skip
+"""Fields of vLLM's `SamplingParams` that change what is sampled -> values with which they are off. The others are the
+trainer's (`n`, `seed`, `max_tokens`) or select what is returned."""
+
+
+def _of_vllm(parameters: Any) -> dict[str, Any]:
+    """Return the fields of a `SamplingParams` of vLLM that are on, as `generation_kwargs`."""
+    values = {name: (getattr(parameters, name, off[0]), off) for name, off in SAMPLING_OF_VLLM.items()}
+    return {name: value for name, (value, off) in values.items() if value not in off}
 
 
 def _default(item: "dataclasses.Field[Any]") -> Any:

@@ -39,7 +39,9 @@ def refuse_pictures(rows: DatasetRows, name: str) -> None:
     for column, value in rows[0].items() if rows else ():
         parts = [part for message in value for part in _parts(message)] if isinstance(value, list) else []
         if column in ("image", "images") or type(value).__module__.startswith("PIL") or "image" in parts:
-            raise ConfigError(f"{name}: the column {column!r} has pictures; models read text only")
+            raise ConfigError(
+                f"{name}: the column {column!r} has pictures; trainers read text only (a config trains on pictures)"
+            )
 
 
 def _parts(message: Any) -> list[Any]:

@@ -1,6 +1,7 @@
 """Models that a script gives as objects: what they were loaded from, their weights for a run, and the trained weights
 back into them."""
 
+import copy
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -41,6 +42,19 @@ def quantization_of(settings: Any, notes: list[str]) -> str | None:
         f"quantization_config: {type(settings).__name__} is not supported; BitsAndBytesConfig with load_in_4bit or "
         "load_in_8bit is"
     )
+
+
+def with_template(tokenizer: Any, path: str) -> Any:
+    """Return a copy of a tokenizer with the chat template of a Jinja file.
+
+    Raises:
+        ConfigError: it is no such file.
+    """
+    if not (file := Path(path)).is_file() or file.suffix not in (".jinja", ".j2"):
+        raise ConfigError(f"chat_template_path: {path} is not a .jinja file; for another tokenizer's give its file")
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = file.read_text(encoding="utf-8")
+    return tokenizer
 
 
 def without_new_pad(tokenizer: Any, embeddings: int) -> Any:

@@ -13,7 +13,6 @@ from atomrl.config import ConfigError
 from atomrl.data.files import DataError
 from atomrl.rewards.errors import RewardError
 
-
 RUN_CELLS = ("capture", "time")
 """Magics of cells that are Python code."""
 

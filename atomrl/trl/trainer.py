@@ -36,7 +36,7 @@ from atomrl.trl.inputs import (
     reward_items,
     sft_rows,
 )
-from atomrl.trl.objects import GivenModel, load_trained, quantization_of, without_new_pad
+from atomrl.trl.objects import GivenModel, load_trained, quantization_of, with_template, without_new_pad
 
 INPUTS = "inputs"
 OWN_TOKENIZER = object()
@@ -63,7 +63,8 @@ REFUSED = {
 }
 """Arguments of TRL's trainers that change training and have no counterpart -> what to use."""
 IDLE = frozenset({
-    "compute_metrics", "preprocess_logits_for_metrics", "ref_model_init_kwargs", "model_adapter_name", "ref_adapter_name", "force_use_ref_model", "infinite",
+    "compute_metrics", "preprocess_logits_for_metrics", "ref_model_init_kwargs", "model_adapter_name",
+    "ref_adapter_name", "force_use_ref_model", "infinite",
 })  # fmt: skip
 """Arguments of TRL's trainers that do not change what is trained."""
 
@@ -166,7 +167,10 @@ class Trainer:
             raise ConfigError("processing_class and tokenizer are the same; give only one")
         tokenizer = tokenizer if processing_class is None else processing_class
         if tokenizer is not None and hasattr(tokenizer, "image_processor"):
-            raise ConfigError("processing_class: a processor of pictures; models read text only: give its tokenizer")
+            raise ConfigError(
+                "processing_class: a processor of pictures; trainers read text only (a config trains on pictures): "
+                "give its tokenizer"
+            )
         if isinstance(self.args, TRLConfig):
             self.args.check(batches=True)
         self._given = GivenModel(model)
@@ -180,6 +184,11 @@ class Trainer:
         self._initial_tokenizer = tokenizer
         source = tokenizer or model
         self.tokenizer = load_tokenizer(source) if isinstance(source, str | Path) else source
+        # scripts load it with the model's arguments, which its files cannot hold
+        for name in ("dtype", "torch_dtype", "quantization_config", "device_map"):
+            getattr(self.tokenizer, "init_kwargs", {}).pop(name, None)
+        if (template := getattr(self.args, "chat_template_path", None)) is not None:
+            self.tokenizer = self._initial_tokenizer = with_template(self.tokenizer, template)
         if (without := without_new_pad(self.tokenizer, self._given.embeddings)) is not None:
             self._notes.append(
                 f"pad_token {self.tokenizer.pad_token!r}: left out, as the model has no embedding for it"

@@ -63,6 +63,15 @@ def test_a_run_is_exported_by_its_folder(folder, capsys):
     assert capsys.readouterr().out.strip() == "runs/first/exported"
     weights = (run / "model" / "model.safetensors").read_bytes()
     assert (run / "exported" / "model.safetensors").read_bytes() == weights
+    for command in (
+        ["eval", "runs/first", "--data", "eval.jsonl", "--max-tokens", "4"],
+        ["generate", "runs/first", "--prompt", "1+1="],
+    ):
+        said = []
+        for model in ([command[1]], [f"{command[1]}/model", "--config", f"{command[1]}/config.yaml"]):
+            assert main([command[0], *model, *command[2:]]) == 0
+            said.append(capsys.readouterr().out.partition("result ")[0])
+        assert said[0] == said[1] != ""
     (run / "model").rename(run / "gone")  # as before the end of a run
     assert main(["export", "runs/first", "newest"]) == 0
     newest = run / "checkpoints" / "step_000002" / "model.safetensors"

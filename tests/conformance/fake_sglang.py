@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 NUMBER, WHOLE, TRUTH, WORDS, TEXT = (int, float), (int,), (bool,), (list,), (str,)
 SAMPLING = {
     "max_new_tokens": WHOLE, "min_new_tokens": WHOLE, "temperature": NUMBER, "top_p": NUMBER, "top_k": WHOLE,
+    "min_p": NUMBER,
     "stop": WORDS, "stop_token_ids": WORDS, "ignore_eos": TRUTH, "no_stop_trim": TRUTH, "skip_special_tokens": TRUTH,
     "sampling_seed": WHOLE,
 }  # fmt: skip

@@ -262,6 +262,17 @@ def test_variables_of_the_template(rows):
         rows({"prompt": "hi", "completion": THOUGHT}, family_tokenizer("qwen3"), **off)
 
 
+def test_variables_of_the_template_for_one_row(rows):
+    off, asked = {"chat_template_kwargs": {"enable_thinking": False, "xml_tools": None}}, {"messages": TWO[:2]}
+    [(text, own)] = rows(asked | off, family_tokenizer("qwen3"))
+    assert own == "A<|im_end|>" and text.endswith("assistant\n<think>\n\n</think>\n\nA<|im_end|>")
+    [(_, own)] = rows(asked, family_tokenizer("qwen3"))
+    assert own != "A<|im_end|>", "without it the model writes the thought itself"
+    for given, said in (("no", "must be a mapping"), ({"tools": []}, "'tools' is set by AtomRL")):
+        with pytest.raises(DataError, match=said):
+            rows(asked | {"chat_template_kwargs": given}, family_tokenizer("qwen3"))
+
+
 # ---- Text ----
 
 

@@ -1,38 +1,13 @@
 """Configs and scripts in the formats of verl, TRL and OpenRLHF, and what they mean there."""
 
-import re
 from pathlib import Path
 
 import pytest
-import yaml
 
-from atomrl.cli.main import main
-from atomrl.config import ConfigError, RunConfig, load_config
-from atomrl.config.run import objective_in, setting_in
-from atomrl.objectives.base import page
+from atomrl.config import ConfigError
 from atomrl.tools.importers import Imported, import_config
-from atomrl.tools.importers.shell import read_script
-from atomrl.tools.importers.sources import flat
 
 FILES = Path(__file__).with_name("files")
-CLIP = "min(rho A, clip(rho, 1 - low, 1 + high) A)"
-TOKEN_MEAN, SEQUENCE_MEAN = "w_{i,t} = 1 / sum_j |o_j|", "w_{i,t} = 1 / (N |o_i|)"
-RHO = "rho_{i,t} = pi(a_t) / pi_old(a_t)"
-GRPO = "A_i = (r_i - mean_group r) / (std_group r + eps)"
-DUAL = "the minimum is at least dual A where A < 0"
-K3 = "KL_{i,t} = k3 = pi_ref / pi - 1 - log(pi_ref / pi)"
-K1 = "KL_{i,t} = k1 = log pi - log pi_ref"
-GAE = [
-    "A_{i,t} = sum_{l >= 0} (gamma lam)^l delta_{i,t+l},   delta_{i,t} = r_{i,t} + gamma V_{i,t+1} - V_{i,t}",
-    "A <- whiten_batch(A)",
-    "r_{i,t} = r_i [t = last] - beta KL_{i,t}",
-    K1,
-]
-RETURNS = "R_{i,t} = V_{i,t} + sum_{l >= 0} (gamma lam)^l delta_{i,t+l},   V = v at the start of the step"
-CRITIC = "minimise  sum_{i,t} w_{i,t} c_v max((v - R)^2, (clip(v, V - clip, V + clip) - R)^2) / 2"
-TIS = "c_{i,t} = min(pi_old(a_t) / mu(a_t), high)"
-BOUNDED = "r_i <- clip(r_i)"
-
 LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 MAIN = "python3 -m verl.trainer.main_ppo"
 VERL = f"{MAIN} algorithm.adv_estimator=grpo data.train_batch_size=4 actor_rollout_ref.actor.ppo_mini_batch_size=4"
@@ -43,252 +18,9 @@ MODEL += "--data.prompt_dataset d.jsonl --algo.advantage.estimator reinforce"
 FILTER = f"--algo.dynamic_filtering_enable {MODEL}"
 TIS_ON = "--enable_vllm_is_correction"
 
-# File -> prompts in a step, completions of a prompt, completions in an optimizer step, optimizer steps in a step; and
-# all lines of the equation.
-MEANING: dict[str, tuple[tuple[int, int, int, int], list[str]]] = {
-    "verl_grpo_kl.sh": (
-        (256, 5, 64 * 5, 4),
-        [f"sum_{{i,t}} w_{{i,t}} [ {CLIP} - beta KL_{{i,t}} ]", TOKEN_MEAN, RHO, GRPO, K3, DUAL],
-    ),
-    "verl_dapo.sh": (
-        (512, 16, 32 * 16, 16),
-        [
-            f"sum_{{i,t}} w_{{i,t}} {CLIP}",
-            TOKEN_MEAN,
-            RHO,
-            GRPO,
-            "r_i <- r_i + overlong_i",
-            DUAL,
-            "over groups with min_group r < max_group r",
-        ],
-    ),
-    "verl_ppo.yaml": (
-        (1024, 1, 256, 4 * 2),
-        [
-            f"sum_{{i,t}} w_{{i,t}} [ {CLIP} + eta H_{{i,t}} ]",
-            CRITIC,
-            TOKEN_MEAN,
-            "H_{i,t} = - sum_v pi(v) log pi(v)",
-            RHO,
-            *GAE,
-            DUAL,
-            RETURNS,
-        ],
-    ),
-    "verl_gspo.sh": (
-        (128, 16, 32 * 16, 4),
-        [
-            f"sum_{{i,t}} w_{{i,t}} c_{{i,t}} {CLIP}",
-            SEQUENCE_MEAN,
-            "c_{i,t} = (min(pi_old(a_t) / mu(a_t), high)) * ([KL(mu, pi_old) <= bound])",
-            "rho_{i,t} = sg[(pi(o_i) / pi_old(o_i))^(1 / |o_i|)] pi(a_t) / sg[pi(a_t)]",
-            GRPO,
-        ],
-    ),
-    "trl_dr_grpo.yaml": (
-        (8 * 8 * 2 // 16, 16, 8 * 8 * 2, 1),
-        [
-            f"sum_{{i,t}} w_{{i,t}} c_{{i,t}} {CLIP}",
-            "w_{i,t} = 1 / (N L)",
-            TIS,
-            RHO,
-            "A_i = r_i - mean_group r",
-        ],
-    ),
-    "trl_cispo.sh": (
-        (128 // 8, 8, 2 * 4 * 8, 2),
-        [
-            "sum_{i,t} w_{i,t} s_{i,t} sg[clip(rho, 1 - low, 1 + high)] A log pi(a_t)",
-            TOKEN_MEAN,
-            "s_{i,t} = [H_{i,t} >= quantile_{1 - fraction}(H)]",
-            RHO,
-            "A_i = (r_i - mean_group r) / (std_batch r + eps)",
-        ],
-    ),
-    "openrlhf_ppo.sh": (
-        (1024, 1, 128, 8),
-        [f"sum_{{i,t}} w_{{i,t}} c_{{i,t}} {CLIP}", CRITIC, TOKEN_MEAN, TIS, RHO, *GAE, BOUNDED, RETURNS],
-    ),
-    "openrlhf_dapo.sh": (
-        (128, 8, 128, 8),
-        [
-            f"sum_{{i,t}} w_{{i,t}} [ {CLIP} - beta KL_{{i,t}} ]",
-            TOKEN_MEAN,
-            RHO,
-            GRPO,
-            K3,
-            "r_i <- clip(r_i + overlong_i)",
-            "over groups with min_group r < max_group r",
-        ],
-    ),
-    "openrlhf_reinforce_pp.sh": (
-        (256, 4, 256, 4),
-        [
-            f"sum_{{i,t}} w_{{i,t}} {CLIP}",
-            TOKEN_MEAN,
-            RHO,
-            "A_{i,t} = whiten_batch( sum_{s >= t} gamma^{s-t} r_{i,s} )",
-            "r_{i,t} = r_i [t = last] - beta KL_{i,t}",
-            K1,
-            BOUNDED,
-        ],
-    ),
-    "openrlhf_gspo.sh": (
-        (64, 16, 512, 2),
-        [
-            f"sum_{{i,t}} w_{{i,t}} {CLIP}",
-            SEQUENCE_MEAN,
-            "rho_{i,t} = (pi(o_i) / pi_old(o_i))^(1 / |o_i|)",
-            "A_i = r_i - mean_group r",
-            BOUNDED,
-        ],
-    ),
-}
-
-PAIR = "y_c, y_r = the chosen and the rejected completion of a prompt"
-LOG_RATIO = "s(y) = log pi(y) - log pi_ref(y)"
-# Trainers on offline data: the kind of run, rows per optimizer step, and the equation.
-GIVEN: dict[str, tuple[str, int, list[str]]] = {
-    "trl_dpo.yaml": (
-        "preference",
-        2 * 8,
-        [
-            "mean over pairs of [ 0.8 L1 + 0.2 L2 + 1 NLL ]",
-            "L1 = -(1 - e) log sigmoid(beta (s_c - s_r) - gamma) - e log sigmoid(gamma - beta (s_c - s_r))",
-            "L2 = -log sigmoid(beta s_c) - log sigmoid(-beta s_r)",
-            "NLL = -log pi(y_c) / mean |y_c|",
-            LOG_RATIO,
-            PAIR,
-        ],
-    ),
-    "trl_ipo.sh": (
-        "preference",
-        8 * 8,
-        [
-            "mean over pairs of L",
-            "L = (s_c - s_r - 1 / (2 beta))^2",
-            LOG_RATIO,
-            "tokens beyond the shorter completion's length count alpha",
-            "s <- s / |y|",
-            PAIR,
-        ],
-    ),
-}
-
 
 def read(name: str, **more: int) -> Imported:
     return import_config(FILES / name, name.partition("_")[0], **more)
-
-
-def equation(config: RunConfig) -> list[str]:
-    """The lines of `explain` before its axes."""
-    objective = objective_in(config)
-    block = page(objective, setting_in(config, objective)).split("\n\n")[0]
-    lines = [line.strip() for line in block.split("\n")]
-    lines[0] = lines[0].partition("imise ")[2].strip()
-    return [line for line in lines if line != "where"]
-
-
-def test_every_file_has_its_meaning_written_down() -> None:
-    whole = [path.stem for path in FILES.with_name("expected").iterdir()]  # of test_documented_scripts
-    there = [path.name for path in FILES.iterdir() if path.stem not in whole]
-    assert sorted([*MEANING, *GIVEN]) == sorted(there)
-
-
-@pytest.mark.parametrize("name", MEANING)
-def test_batches_and_objective_are_those_of_the_source(name: str) -> None:
-    config = read(name).config
-    arithmetic, lines = MEANING[name]
-    rollout = config.rollout
-    actual = (
-        rollout.prompts_per_step,
-        rollout.completions_per_prompt,
-        config.train.rows_per_update,
-        config.updates_per_step,
-    )
-    assert actual == arithmetic
-    assert equation(config) == lines
-
-
-@pytest.mark.parametrize("name", GIVEN)
-def test_trainers_on_given_rows_mean_what_the_source_means(name: str) -> None:
-    config = read(name).config
-    assert (config.kind, config.items_per_step, equation(config)) == GIVEN[name]
-
-
-@pytest.mark.parametrize("name", [*MEANING, *GIVEN])
-def test_the_file_that_is_written_is_the_config(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "ours.yaml"
-    assert main(["import", str(FILES / name), "--out", str(out)]) == 0
-    assert load_config(yaml.safe_load(out.read_text())) == import_config(FILES / name, out=out).config
-    printed = capsys.readouterr().out
-    assert "no counterpart" in printed and "approximated" in printed
-
-
-@pytest.mark.parametrize(
-    ("name", "key", "value"),
-    [
-        ("verl_grpo_kl.sh", "algorithm.clip.dual", 3.0),  # verl's defaults
-        ("verl_grpo_kl.sh", "train.weight_decay", 0.01),
-        ("verl_grpo_kl.sh", "eval.temperature", 0.0),
-        ("verl_grpo_kl.sh", "model.gradient_checkpointing", True),
-        ("verl_dapo.sh", "rollout.max_completion_tokens", 1024 * 20),
-        ("verl_dapo.sh", "train.tokens_per_micro_batch", (1024 * 2 + 1024 * 20) * 2),
-        ("verl_dapo.sh", "algorithm.shaping.overlong_buffer_tokens", 4096),
-        ("verl_dapo.sh", "train.warmup_ratio", 10 / 200),
-        ("verl_dapo.sh", "data.train", "/data/dapo-math-17k.parquet"),
-        ("verl_ppo.yaml", "algorithm.advantage.lam", 0.95),
-        ("verl_ppo.yaml", "algorithm.value.clip", 0.5),
-        ("verl_ppo.yaml", "algorithm.kl.target", 0.05),
-        ("verl_ppo.yaml", "data.train", ["/data/a.parquet", "/data/b.parquet"]),
-        ("verl_ppo.yaml", "model.lora.rank", 32),
-        ("verl_gspo.sh", "algorithm.ratio.ceiling", 10.0),
-        ("verl_gspo.sh", "algorithm.clip.low", 3e-4),
-        ("verl_gspo.sh", "model.path", "Qwen/Qwen3-8B"),
-        ("trl_dr_grpo.yaml", "algorithm.loss_agg.length", 3072),
-        ("trl_dr_grpo.yaml", "train.warmup_ratio", 20 / 400),
-        ("trl_dr_grpo.yaml", "rollout.temperature", 0.9),
-        ("trl_cispo.sh", "algorithm.clip.high", 4.0),  # a ratio of at most 5
-        ("trl_cispo.sh", "algorithm.token_filter.fraction", 0.2),
-        ("trl_dpo.yaml", "data.eval", "trl-lib/ultrafeedback_binarized::test"),
-        ("trl_dpo.yaml", "train.max_row_tokens", 1024),  # TRL's defaults
-        ("trl_dpo.yaml", "train.schedule", "linear"),
-        ("trl_dpo.yaml", "eval.every_steps", 50),
-        ("trl_dpo.yaml", "train.rows_per_micro_batch", 2 * 2),  # both rows of a pair
-        ("trl_ipo.sh", "model.quantization", "nf4"),
-        ("trl_ipo.sh", "model.lora.dropout", 0.0),
-        ("trl_ipo.sh", "algorithm.score.ld_alpha", 0.5),
-        ("openrlhf_ppo.sh", "train.adam_beta2", 0.95),  # OpenRLHF's defaults
-        ("openrlhf_ppo.sh", "train.schedule", "cosine"),
-        ("openrlhf_ppo.sh", "train.min_lr_ratio", 0.1),
-        ("openrlhf_ppo.sh", "train.warmup_ratio", 0.03),
-        ("openrlhf_ppo.sh", "critic.learning_rate", 9e-6),
-        ("openrlhf_dapo.sh", "algorithm.clip.high", 0.27),
-        ("openrlhf_dapo.sh", "data.answer_field", "answer"),
-        ("openrlhf_reinforce_pp.sh", "algorithm.advantage.gamma", 0.99),
-        ("openrlhf_reinforce_pp.sh", "train.total_epochs", 2.0),
-        ("openrlhf_reinforce_pp.sh", "train.max_row_tokens", None),  # the older lengths cut no row
-        ("openrlhf_gspo.sh", "train.tokens_per_micro_batch", 16384),
-    ],
-)
-def test_a_value_is_that_of_the_source_or_its_default(name: str, key: str, value: object) -> None:
-    config: object = read(name).config
-    for part in key.split("."):
-        config = getattr(config, part)
-    assert config == pytest.approx(value) if isinstance(value, float) else config == value
-
-
-@pytest.mark.parametrize(
-    "path",
-    [*FILES.glob("verl_*"), *FILES.glob("trl_*.yaml"), FILES / "openrlhf_ray_ppo.sh"],
-    ids=lambda path: path.name,
-)
-def test_every_key_of_a_file_is_in_a_list_of_the_report(path: Path) -> None:
-    keys = set(re.findall(r"(?<=\s)[+]*([a-z_]\w*(?:\.\w+)+)(?==)|(?<=\s)--([a-z]\w*(?:\.\w+)+)", path.read_text()))
-    names = {name or flag for name, flag in keys} if path.suffix == ".sh" else {*flat(yaml.safe_load(path.read_text()))}
-    report = import_config(path).report()
-    unsaid = {name for name in names if not re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", report)}
-    assert names and unsaid <= {"logger.wandb.key"}  # a secret
 
 
 def test_processes_multiply_trls_batches() -> None:
@@ -420,12 +152,7 @@ def written(tmp_path: Path, name: str, text: str) -> Path:
 @pytest.mark.parametrize(
     ("library", "name", "text", "message"),
     [
-        (
-            "verl",
-            "a.sh",
-            f"{MAIN} algorithm.adv_estimator=optimal_token_baseline",
-            "adv_estimator",
-        ),
+        ("verl", "a.sh", f"{MAIN} algorithm.adv_estimator=optimal_token_baseline", "adv_estimator"),
         ("verl", "a.sh", f"{MAIN} {LOSS_MODE}=new algorithm.adv_estimator=grpo", "gspo"),
         ("verl", "a.sh", "echo 'nothing here'", "no command with key=value"),
         ("verl", "a.yaml", "data: {train: a.jsonl}\nalgorithm: {name: grpo}", "not a config of verl"),
@@ -458,12 +185,7 @@ def written(tmp_path: Path, name: str, text: str) -> Path:
                 ("sft --config none.yaml", "--config none.yaml is not there"),
             )
         ),
-        (
-            "verl",
-            "a.sh",
-            f"{MAIN} algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=$N",
-            "rollout.n",
-        ),
+        ("verl", "a.sh", f"{MAIN} algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=$N", "rollout.n"),
         (
             "verl",
             "a.sh",
@@ -598,39 +320,6 @@ def test_nothing_is_executed(tmp_path: Path) -> None:
     assert "$(touch" in imported.config.tracking.wandb_project
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("a=1\nb=${a}2\nrun $b '$b' \"$b\"", ["run", "12", "$b", "12"]),
-        ("run ${X:-d} ${Y-e}", ["run", "d", "e"]),
-        ("x=\ny=${x:-4}\nrun $y", ["run", "4"]),
-        ("p=a/b\nf=${f:-\"['$p', 'c']\"}\nrun \"k=$f\"", ["run", "k=[a/b, c]"]),
-        ("# a comment \\\nrun a", ["run", "a"]),
-        ("read -r -d '' words <<EOF\nmodule \\\n  --a 1\nEOF\nrun $words", ["run", "module", "--a", "1"]),
-        ("x=$((2 * (3 + 4)))\nrun $x $((x / 2))", ["run", "14", "7"]),
-        ("run a \\\n  b # c d\n", ["run", "a", "b"]),
-        ("A=(x 'y z'  # why\n  w)\nrun \"${A[@]}\"", ["run", "x", "y z", "w"]),
-        ("A=(x)\nA+=(y)\nrun ${A[@]}", ["run", "x", "y"]),
-        ('f="[\'$q\']"\nq=1\nrun "$f"', ["run", "['$q']"]),
-        ("run a#b", ["run", "a#b"]),
-        ("A=16; B=4\nrun $A $B", ["run", "16", "4"]),
-        ("A=16;\nrun $A", ["run", "16"]),
-        ('run "a;b" 2>&1 | tee log', ["tee", "log"]),
-        ("cd a && run 'b && c' $((4|1)) &", ["run", "b && c", "$((4|1))"]),
-        ("while true; do run a; done", ["run", "a"]),
-        ('run "$@" b', ["run", "", "b"]),
-    ],
-)
-def test_words_of_a_script(text: str, words: list[str]) -> None:
-    assert read_script(text, "s.sh").commands[-1] == words
-
-
-def test_a_condition_on_one_line_is_one() -> None:
-    script = read_script('if [ "$big" ]; then n=2; else n=1; fi\nm=3\nm=4\nrun $n $m', "s.sh")
-    assert script.commands == [["run", "1", "4"]]
-    assert script.notes == ["n is set under a condition: the last value, '1', was used"]
-
-
 def test_commands_on_one_line_are_several(tmp_path: Path) -> None:
     text = f"{VERL} trainer.project_name=a && {VERL} {ACTOR}use_kl_loss=true"
     assert import_config(written(tmp_path, "a.sh", text), "verl").config.tracking.wandb_project == "a"
@@ -662,37 +351,6 @@ def test_a_flag_with_no_before_it_is_off(tmp_path: Path) -> None:
     text = f"trl vllm-serve --model m --a 1 --b 2 --c 3 --d 4 --e 5 --f 6 &\ntrl grpo {flags}"
     model = import_config(written(tmp_path, "a.sh", text), "trl").config.model
     assert (model.path, model.dtype, model.gradient_checkpointing) == ("m", "float32", False)
-
-
-def test_values_set_in_a_condition_are_reported() -> None:
-    script = read_script('n=1\nif [ "$big" ]; then\nn=2\nfi\nrun $n', "s.sh")
-    assert script.commands == [["run", "2"]]
-    assert script.notes == ["n is set under a condition: the last value, '2', was used"]
-
-
-@pytest.mark.parametrize(
-    ("line", "word"),
-    [
-        ("${path##*/}", "base.sh"),
-        ("${path#*/}", "b/base.sh"),
-        ("${path%.sh}", "a/b/base"),
-        ("${path%%/*}", "a"),
-        ("${path:2}", "b/base.sh"),
-        ("${path:2:1}", "b"),
-        ("${n:-${path}}", "4"),
-        ("${none:-${path%%/*}}", "a"),
-        ("${path/a/b}", "${path/a/b}"),
-        ("x$1", "x$1"),
-    ],
-)
-def test_parts_of_variables(line: str, word: str) -> None:
-    script = read_script(f"n=4\npath=a/b/base.sh\nrun {line}", "s.sh")
-    assert script.commands == [["run", word]] and (bool(script.notes) == ("$" in word or "none" in line))
-
-
-def test_a_condition_on_one_line_with_the_output_of_a_command() -> None:
-    script = read_script('if [ "$(nproc)" -gt 8 ]; then n=$(( 2 * 4 )); fi; run $n `a; b` "x;y"', "s.sh")
-    assert script.commands == [["run", "8", "`a; b`", "x;y"]]
 
 
 def test_commands_that_were_not_taken_are_counted(tmp_path: Path) -> None:

@@ -280,9 +280,7 @@ def test_merged_weights_are_rounded_once(base, tmp_path):
     assert torch.equal(trained(TOKENS), frozen(TOKENS))
 
 
-@pytest.mark.parametrize(
-    "field", [{"modules_to_save": ["lm_head"]}, {"bias": "all"}, {"rank_pattern": {"q_proj": 4}}]
-)
+@pytest.mark.parametrize("field", [{"modules_to_save": ["lm_head"]}, {"bias": "all"}, {"rank_pattern": {"q_proj": 4}}])
 def test_fields_of_peft_that_would_be_passed_over_are_refused(field):
     with pytest.raises(ConfigError, match=f"peft_config.*{next(iter(field))}"):
         lora_section(peft.LoraConfig(r=4, **field))

@@ -24,11 +24,22 @@ FAULTS = {
     "huge metrics step": lambda run: put(run, "metrics.jsonl", f'{{"step": {10**30}, "a": 1}}\n'),
     "infinite reward": lambda run: put(run, "metrics.jsonl", '{"step": 1, "critic/score/mean": 1e400}\n' * 12),
     "huge integer": lambda run: put(run, "metrics.jsonl", f'{{"step": 1, "critic/score/mean": {10**400}}}\n' * 12),
-    "reward in rollouts": lambda run: put(run, "rollouts/step_000001/train.jsonl", '{"reward": 1e400, "step": 1}\n'),
+    "reward in rollouts": lambda run: put(
+        run, "rollouts/step_000001/train.jsonl",
+        '{"reward": 1e400, "step": 1, "prompt": "p", "completion": "c", "ground_truth": "1", "prompt_id": "a"}\n' * 2,
+    ),
     "deep metrics": lambda run: put(run, "metrics.jsonl", json.dumps(ROW) + "\n" + "[" * 100_000 + "\n"),
     "deep config": lambda run: put(run, "config.yaml", "a: " + "[" * 50_000),
     "deep summary": lambda run: put(run, "summary.json", "[" * 100_000),
     "deep rollouts": lambda run: put(run, "rollouts/step_000001/train.jsonl", "[" * 100_000 + "\n"),
+    "types in rollouts": lambda run: put(
+        run, "rollouts/step_000001/train.jsonl",
+        '{"step": null}\n'
+        '{"step": 1, "advantage": [], "reward": "x", "prompt": [{"role": 1}], "episode": {"turns": 1}}\n',
+    ),
+    "deep findings": lambda run: put(run, "findings.jsonl", "[" * 100_000 + "\n"),
+    "a loop of links": lambda run: [(run / "config.yaml").unlink(), (run / "config.yaml").symlink_to("config.yaml")],
+    "halves of pairs": lambda run: put(run, "failure.json", '{"error": "\\ud800", "where": "\\udfff"}'),
     "aliases": lambda run: put(
         run, "config.yaml", "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
     ),
@@ -62,10 +73,14 @@ def test_a_command_reads_or_refuses_it_and_prints_no_control_character(tmp_path,
         ["compare", str(run), str(other), "--diff"],
         ["compare", str(run), "--plot", str(tmp_path / "p.png")],
         ["rollouts", str(run)],
+        ["rollouts", str(run), "--full"],
+        ["reward", "exact_match", str(run)],
+        ["explain", str(run)],
+        ["generate", str(run), "--prompt", "a"],
     ):
         assert main(command) in (0, 1, 2), command
         printed = "".join(capsys.readouterr())
-        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", printed), (command, printed)
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]", printed), (command, printed)
 
 
 def test_json_keeps_its_values():

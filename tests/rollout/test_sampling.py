@@ -102,7 +102,12 @@ def test_banned_tokens_are_not_drawn_and_log_probs_do_not_change():
     assert torch.allclose(logprobs, logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0])
 
 
-@pytest.mark.parametrize("cut", [{"top_p": 0.7}, {"top_k": 5}, {"top_p": 0.8, "top_k": 20}, {"top_k": 1}], ids=str)
+CUTS = [
+    {"top_p": 0.7}, {"top_k": 5}, {"top_p": 0.8, "top_k": 20}, {"top_k": 1}, {"min_p": 0.3}, {"min_p": 0.2, "top_k": 3},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_the_same_tokens_are_drawn_with_their_candidates(cut):
     logits = 2 * torch.randn(300, 40, generator=torch.Generator().manual_seed(0))
     positions, banned = torch.zeros(300).long(), torch.zeros(300, 40, dtype=torch.bool)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,23 @@ def test_metrics_are_those_of_the_time_of_the_call(tmp_path, monkeypatch):
         recorder.log(1, metrics)
         metrics["a"] = 2.0
     assert seen == [{"a": 1.0}]
+
+
+def test_no_secret_is_sent(tmp_path, monkeypatch, capsys):
+    sent = []
+
+    class Told(Hanging):
+        def log(self, metrics, step):
+            pass
+
+        def log_samples(self, rows, step):
+            sent.extend(rows)
+            raise ConnectionError("401 for key abcd-1234-efgh")
+
+    monkeypatch.setenv("JUDGE_API_KEY", "abcd-1234-efgh")
+    monkeypatch.setitem(sinks.SINKS, "wandb", Told)
+    config = make_config(tmp_path, tracking={"sinks": ["wandb"]})
+    with Recorder(config, RunDirectory.create(config)) as recorder:
+        recorder.log_rollouts(1, [replace(item, text="my key is abcd-1234-efgh") for item in make_scored()], {})
+    assert sent and {row["completion"] for row in sent} == {"my key is [redacted]"}
+    assert "disabled: 401 for key [redacted]" in capsys.readouterr().err

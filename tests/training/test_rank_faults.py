@@ -16,7 +16,8 @@ from atomrl.backends import group, ranks
 from atomrl.backends.group import RankFailed, RankLost
 from atomrl.common.metrics import values
 from atomrl.common.processes import WorkerProcess
-from atomrl.config import ConfigError
+from atomrl.config import ConfigError, RunConfig
+from atomrl.trainer.build import given_to_rank
 from atomrl.weight_sync.channels import LOOPBACK, open_store
 from benchmarks.rank_faults import Outcome, distance, prepare
 from tests.tiny import make_tiny_model
@@ -63,6 +64,30 @@ def test_a_rank_that_hangs_before_it_has_joined_is_named(folder, monkeypatch):
         ranked(folder)
 
 
+def test_a_rank_0_that_a_launcher_has_started_and_that_stands_still_is_named(monkeypatch):
+    store, port = open_store(LOOPBACK, timedelta(seconds=60))
+    del store  # nothing listens there any longer
+    place = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, "RANK": 1, "WORLD_SIZE": 2}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(ranks, "PREPARE_S", 0.1)
+    with pytest.raises(RankLost, match=f"rank 0 does not answer at {LOOPBACK}:{port} "):
+        ranks.join_launched("cpu", 10.0, None)
+
+
+def test_a_rank_that_a_launcher_has_started_and_that_stands_still_is_named_alone(monkeypatch):
+    monkeypatch.setattr(ranks, "START_S", 1.0)
+    monkeypatch.setattr(ranks, "STOPPED_S", 0.0)
+    store, port = open_store(LOOPBACK, timedelta(seconds=60))
+    store.set("config/0", "{}")
+    place = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, "RANK": 1, "WORLD_SIZE": 4}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    store.set("config/3", "{}")
+    with pytest.raises(RankLost, match=r"^rank 2 has not started within 1 s$"):
+        ranks.join_launched("cpu", 10.0, None)
+
+
 @pytest.fixture
 def four(monkeypatch):
     """Three of four ranks, in this process and without a process group; rank 1 is frozen. Each broadcast times out."""
@@ -90,14 +115,36 @@ def test_a_rank_that_forwards_a_command_is_not_blamed_for_a_frozen_one(four):
 
 def test_other_configs_of_ranks_are_named():
     configs = torch.distributed.HashStore()
-    given = {"train.learning_rate": 1e-3, "data.train": "a.jsonl"}
-    for rank in range(3):
-        configs.set(str(rank), json.dumps(given))
+    given = {"train.learning_rate": 1e-3, "data.train": "a.jsonl", "contents of a.jsonl": "12ab"}
+    without_file = {key: value for key, value in given.items() if not key.startswith("contents")}
+    for rank, each in enumerate((given, without_file, given)):
+        configs.set(str(rank), json.dumps(each))
     ranks.check_same_configs(configs, 3)
-    configs.set("2", json.dumps(given | {"train.learning_rate": 1e-4, "seed": 1}))
-    said = "train.learning_rate: 0.0001 on rank 2, 0.001 on rank 0; seed: 1 on rank 2, None on rank 0"
+    configs.set("2", json.dumps(given | {"train.learning_rate": 1e-4, "contents of a.jsonl": "34cd", "seed": 1}))
+    said = (
+        "train.learning_rate: 0.0001 on rank 2, 0.001 on rank 0; contents of a.jsonl: '34cd' on rank 2, '12ab' on rank "
+        "0; seed: 1 on rank 2, None on rank 0"
+    )
     with pytest.raises(ConfigError, match=said):
         ranks.check_same_configs(configs, 3)
+
+
+def test_data_and_model_of_a_rank_are_compared_by_their_contents(tmp_path, monkeypatch):
+    for name, number in {"RANK": 1, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 4}.items():
+        monkeypatch.setenv(name, str(number))
+    model, data = tmp_path / "model", tmp_path / "a.jsonl"
+    model.mkdir()
+    config = RunConfig.model_validate(
+        {"run_name": "a", "model": {"path": str(model)}, "data": {"train": [str(data), "OWNER/NAME"]}, "sft": {}}
+    )
+    given = [given_to_rank(config)]
+    for path in (data, data, model / "config.json"):
+        path.write_text(path.read_text() + " " if path.exists() else "{}")
+        given.append(given_to_rank(config))
+    contents = [{key.removeprefix("contents of "): one[key] for key in one if "contents" in key} for one in given]
+    assert [[*one] for one in contents] == [[str(model)], *[[str(data), str(model)]] * 3]
+    assert len({one.get(str(data)) for one in contents}) == 3
+    assert len({one[str(model)] for one in contents}) == 2
 
 
 FAULTS = {

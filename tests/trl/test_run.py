@@ -6,6 +6,9 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import ClassVar
 
 import pytest
 import yaml
@@ -121,7 +124,7 @@ def test_a_dry_run_and_the_config_stop_where_the_script_would_train(place, capfd
 
 BAD = {
     "another trainer": ("from trl import BCOTrainer", 2, r"train.py:1: AtomRL has no BCOTrainer .*loss_type='bco'"),
-    "a part of a trainer": ("from trl import GKDConfig\nGKDConfig('o')", 2, "train.py:2: .*lmbda=0.5 has no counterpart"),
+    "a part of a trainer": ("from trl import GKDConfig\nGKDConfig('o')", 2, "train.py:2: .*lmbda=0.5 has no count"),
     "an experimental one": ("from trl.experimental.nash_md import NashMDTrainer", 2, "no NashMDTrainer of TRL"),
     "no training": ("import trl", 0, ""),
     "an exit": ("import trl, sys; sys.exit(3)", 3, ""),
@@ -205,3 +208,62 @@ def test_a_notebook_that_was_exported_as_a_script(place, capfd):
     assert out == "ran True" and [line.partition("left out: ")[2] for line in err.splitlines()] == [
         "!pip install trl", "%matplotlib inline", "!ls", "%%bash  (its cell)",
     ]  # fmt: skip
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The calls of a hub that create a repository and upload a folder."""
+
+    committed: ClassVar[list[str]] = []
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        address = f"http://127.0.0.1:{self.server.server_port}/me/tiny"
+        answer = {"url": address}
+        if self.path.endswith("/preupload/main"):
+            files = [
+                {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for one in json.loads(body)["files"]
+            ]
+            answer = {"files": files}
+        elif "/commit/" in self.path:
+            lines = [json.loads(line) for line in body.splitlines()]
+            self.committed.extend(line["value"].get("path", line["value"].get("summary")) for line in lines)
+            answer = {"commitUrl": f"{address}/commit/1", "commitOid": "1", "success": True}
+        self.reply(answer)
+
+    def do_GET(self):
+        self.reply({"name": "me", "type": "user", "siblings": [], "id": "me/tiny", "sha": "0" * 40})
+
+    def reply(self, answer):
+        text = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_push_to_hub_uploads_the_trained_model(place, monkeypatch):
+    import huggingface_hub
+
+    server = HTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_TOKEN", "hf_x")
+    script = """
+    from trl import SFTConfig, SFTTrainer
+    import os
+    args = SFTConfig("out", max_steps=1, use_cpu=True, hub_model_id="me/tiny")
+    trainer = SFTTrainer(os.environ["MODEL"], args=args, train_dataset=[{"text": "one and two"}] * 4)
+    trainer.train()
+    trainer.push_to_hub(commit_message="mine", dataset_name="me/rows")
+    """
+    try:
+        assert main(["run", write(place, script)]) == 0
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert Hub.committed[0] == "mine" and {"model.safetensors", "tokenizer.json", "README.md"} <= {*Hub.committed}

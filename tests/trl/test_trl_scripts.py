@@ -193,7 +193,8 @@ trainer.train()
 from transformers import AutoModelForCausalLM
 from atomrl.trl import GKDConfig, GKDTrainer
 
-dataset = [{"messages": [{"role": "user", "content": f"{n}+1="}, {"role": "assistant", "content": "no"}]} for n in range(8)]
+answer = {"role": "assistant", "content": "no"}
+dataset = [{"messages": [{"role": "user", "content": f"{n}+1="}, answer]} for n in range(8)]
 args = GKDConfig(output_dir="out", lmbda=1.0, max_new_tokens=4, **SMALL)
 teacher = AutoModelForCausalLM.from_pretrained(MODEL)
 trainer = GKDTrainer(MODEL, teacher, args, train_dataset=dataset, processing_class=tokenizer)

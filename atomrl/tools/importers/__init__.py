@@ -122,7 +122,9 @@ def import_config(
         else:
             one = {"verl": verl.translate, "llamafactory": llamafactory.translate, "skyrl": skyrl.translate}
             t = openrlhf.translate(path, out) if library == "openrlhf" else one[library](path)
-    except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"{path} cannot be read as a file of {library}: {error}") from error
     return _imported(t, path)
 

@@ -63,6 +63,7 @@ REASONS = {
     "algo.kl.target": "for an adaptive KL, which is off",
 }  # fmt: skip
 """Flag, or prefix of flags -> reason why it has no counterpart."""
+QUANTIZED = "quantized weights are not trained: add adapters (ds.lora.rank)"
 
 
 def source_file(source: str, split: str) -> str:
@@ -242,7 +243,7 @@ def _adapters(t: Translation, kind: str) -> None:
     t.name_of(names)
     if t.flag("ds.load_in_4bit"):
         if not rank:
-            raise t.refuse("ds.load_in_4bit", True, "quantised weights are not trained: add adapters (ds.lora.rank)")
+            raise t.refuse("ds.load_in_4bit", True, QUANTIZED)
         t.put("model.quantization", "nf4", "ds.load_in_4bit")
     if not rank:
         return
@@ -660,6 +661,10 @@ def _lengths_and_batches(t: Translation) -> None:
 def _model(t: Translation) -> None:
     dtype = t("ds.param_dtype") or "bf16"
     t.put("model.dtype", t.choice("ds.param_dtype", dtype, {"bf16": "bfloat16"}), "ds.param_dtype")
+    if t.flag("ds.load_in_4bit"):
+        if not t.integer("ds.lora.rank"):
+            raise t.refuse("ds.load_in_4bit", True, QUANTIZED)
+        t.put("model.quantization", "nf4", "ds.load_in_4bit")
     if rank := t.integer("ds.lora.rank"):
         t.put("model.lora.rank", rank, "ds.lora.rank")
         t.put("model.lora.alpha", t.number("ds.lora.alpha"), "ds.lora.alpha")

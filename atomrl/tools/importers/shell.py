@@ -20,7 +20,7 @@ for _ in range(4):  # brackets within brackets
     _BRACED = rf"(?:[^{{}}]|\$\{{{_BRACED}\}})*"
 _TOKEN = re.compile(
     r"'[^']*'"
-    r'|"(?:\\.|[^"\\])*"'
+    rf'|"(?:\\.|\$\{{{_BRACED}\}}|[^"\\])*"'
     r"|\\."
     r"|(?<!\S)\#.*"
     rf"|\$\(\({_EXPRESSION}\)\)"
@@ -112,6 +112,9 @@ def read_script(text: str, source: str) -> Script:
                 reading.part(part, end)
         except ValueError as error:  # quotes in the value of a variable
             raise ConfigError(f"{source}: {line!r} cannot be parsed as shell: {error}") from None
+    if reading.defaults:
+        values = ", ".join(f"{name}={value}" for name, value in reading.defaults.items())
+        reading.notes.append(f"environment variables are read as not set, so these are the script's defaults: {values}")
     return Script(reading.commands, [reading.restored(note) for note in dict.fromkeys(reading.notes)], reading.unknown)
 
 
@@ -224,6 +227,8 @@ class _Reading:
         """Command substitutions that stay as written."""
         self.commands: list[list[str]] = []
         self.notes: list[str] = []
+        self.defaults: dict[str, str] = {}
+        """Variables that the script does not set, with their default in it."""
         self.blocks: list[_Block] = []
         self.condition: list[tuple[str, str]] | None = None
         """The parts of a condition that is being read."""
@@ -525,7 +530,7 @@ class _Reading:
                 return value
         elif inside is not None and inside["default"]:
             default = inside["rest"].strip("\"'")
-            self.notes.append(f"{inside['name']} is an environment variable: its default {default!r} was used")
+            self.defaults[inside["name"]] = default
             if inside["default"].endswith("="):
                 self.variables[inside["name"]] = self.expanded(default)
             if len(inside["rest"]) > 1 and inside["rest"][0] == inside["rest"][-1] == '"':  # quotes within are text

@@ -12,6 +12,7 @@ PROGRAMS = ("skyrl.train.entrypoints.main_base", "skyrl_train.entrypoints.main_b
 A, P, G = "trainer.algorithm.", "trainer.policy.", "generator."
 DEFAULTS: Settings = {
     "data.train_data": "~/data/gsm8k/train.parquet",
+    "data.val_data": "~/data/gsm8k/validation.parquet",
     P + "model.path": "Qwen/Qwen2.5-1.5B-Instruct",
     P + "model.lora.rank": 0,
     P + "model.lora.alpha": 16,
@@ -26,6 +27,14 @@ DEFAULTS: Settings = {
     "trainer.critic.optimizer_config.lr": 5e-6,
     "trainer.gradient_checkpointing": True,
     "trainer.seed": 42,
+    "trainer.logger": "wandb",
+    "trainer.eval_interval": 5,
+    "trainer.eval_before_train": True,
+    "trainer.ckpt_interval": 10,
+    "trainer.max_ckpts_to_keep": -1,
+    "trainer.bf16": True,
+    "trainer.micro_train_batch_size_per_gpu": 1,
+    "trainer.critic_mini_batch_size": 256,
     "trainer.run_name": "test_run",
     "trainer.project_name": "skyrl",
     "trainer.epochs": 1,
@@ -97,8 +106,6 @@ MOVES: Moves = {
     "eval.every_steps": ("trainer.eval_interval", _at_least_zero),
     "eval.before": ("trainer.eval_before_train", bool),
     "eval.samples_per_prompt": (G + "eval_n_samples_per_prompt", int),
-    "eval.temperature": (G + "eval_sampling_params.temperature", float),
-    "eval.top_p": (G + "eval_sampling_params.top_p", float),
     "checkpoint.every_steps": ("trainer.ckpt_interval", _at_least_zero),
     "tracking.wandb_project": ("trainer.project_name", str),
 }
@@ -115,12 +122,12 @@ REASONS = {
     **dict.fromkeys(("trainer.placement.", "trainer.strategy", P + "fsdp_config.", P + "megatron_config.",
                      P + "sequence_parallel_size", "trainer.ref.fsdp_config.", "trainer.ref.megatron_config.",
                      "trainer.critic.fsdp_config.", "trainer.ref.sequence_parallel_size"), SHARDS),
-    **dict.fromkeys((G + "inference_engine.", G + "batched", G + "eval_sampling_params.max_generate_length"), ENGINE),
+    **dict.fromkeys((G + "inference_engine.", G + "batched"), ENGINE),
     **dict.fromkeys(("trainer.micro_forward_batch_size_per_gpu", "trainer.eval_batch_size", "trainer.flash_attn",
-                     "trainer.remove_microbatch_padding", "trainer.use_sample_packing",
-                     "trainer.critic_mini_batch_size"), "the size of forward passes, which changes no numbers"),
+                     "trainer.remove_microbatch_padding", "trainer.use_sample_packing"),
+                    "the size of forward passes, which changes no numbers"),
     **dict.fromkeys(("trainer.resume_mode", "trainer.resume_path", "trainer.export_path", "trainer.hf_save_interval",
-                     "trainer.log_path", "trainer.dump_data_batch", "trainer.max_ckpts_to_keep"), SAVED),
+                     "trainer.log_path", "trainer.dump_data_batch"), SAVED),
 }  # fmt: skip
 REFUSED = {
     "trainer.fully_async.enabled": "set the section asynchronous by hand (docs/guides/distributed_rollout.md)",
@@ -180,6 +187,13 @@ def translate(path: Path) -> Translation:
     _objective(t)
     t.put("reward.functions", ["gsm8k"], "environment.env_class")
     t.differ("reward gsm8k", "1 if the last #### number is the ground truth", "without #### the last number counts too")
+    _evaluation(t)
+    t.put("model.dtype", "bfloat16" if t.flag("trainer.bf16") else "float32", "trainer.bf16")
+    if (keep := t.integer("trainer.max_ckpts_to_keep")) > 0:
+        t.put("checkpoint.keep", keep, "trainer.max_ckpts_to_keep")
+    else:
+        t.approximate("trainer.max_ckpts_to_keep=-1 keeps all checkpoints; here checkpoint.keep is 2")
+    t.chat_template_kwargs(G + "chat_template_kwargs")
     loggers = t("trainer.logger")
     loggers = [loggers] if isinstance(loggers, str) else list(loggers or [])
     t.put("tracking.sinks", [one for one in loggers if one in ("wandb", "tensorboard", "mlflow")], "trainer.logger")
@@ -190,6 +204,19 @@ def translate(path: Path) -> Translation:
         t.approximate(note)
     t.leave_unknown()
     return t
+
+
+def _evaluation(t: Translation) -> None:
+    """Set how evaluation samples: greedy, unless the script has parameters for it, with defaults of their own."""
+    place = G + "eval_sampling_params."
+    given = any(name.startswith(place) for name in t.settings)
+    own = {"temperature": 1.0 if given else 0.0, "top_p": 1.0, "top_k": -1}
+    for key, default in own.items():
+        value = default if t(place + key) is None else t.number(place + key)
+        t.put(f"eval.{key}", max(0, int(value)) if key == "top_k" else value, place + key)
+    if given:
+        length = 1024 if t(place + "max_generate_length") is None else t.count(place + "max_generate_length")
+        t.put("eval.max_completion_tokens", length, place + "max_generate_length")
 
 
 def _adapters(t: Translation) -> None:
@@ -219,7 +246,18 @@ def _objective(t: Translation) -> None:
             t.put("critic.path", str(path), "trainer.critic.model.path")
         value = {"type": "clipped", "coefficient": 1.0, "clip": t.number(A + "value_clip")}
         t.put("algorithm.value", value, A + "value_clip")
-    t.name_of([*names, A + "value_clip", "trainer.critic.optimizer_config.lr", "trainer.critic.model.path"])
+        if t.count("trainer.critic_mini_batch_size") != t.count("trainer.policy_mini_batch_size"):
+            ours = "those of the policy (trainer.policy_mini_batch_size)"
+            t.differ("the critic's mini-batches", f"{t('trainer.critic_mini_batch_size')} prompts", ours)
+    t.name_of(
+        [
+            *names,
+            A + "value_clip",
+            "trainer.critic_mini_batch_size",
+            "trainer.critic.optimizer_config.lr",
+            "trainer.critic.model.path",
+        ]
+    )
     t.put("algorithm.name", "ppo" if kind == "gae" else "grpo")
     t.put("algorithm.advantage", advantage, names[0], *(names[1:2] if kind == "grpo" else ()))
     low, high, c = (t.number(A + name) for name in ("eps_clip_low", "eps_clip_high", "clip_ratio_c"))
@@ -232,8 +270,9 @@ def _objective(t: Translation) -> None:
     t.put("algorithm.clip", clip, *(A + name for name in ("policy_loss_type", "eps_clip_low", "eps_clip_high")))
     t.name_of([A + "clip_ratio_c", A + "sapo.tau_pos", A + "sapo.tau_neg"])
     aggregation = t.choice(A + "loss_reduction", t(A + "loss_reduction"), REDUCTIONS)
-    length = {"length": t.count(G + "sampling_params.max_generate_length")} if aggregation == "constant_length" else {}
-    t.put("algorithm.loss_agg", {"type": aggregation, **length}, A + "loss_reduction")
+    t.name_of([A + "max_seq_len"])
+    length = {"length": t.count(A + "max_seq_len")} if aggregation == "constant_length" else {}
+    t.put("algorithm.loss_agg", {"type": aggregation, **length}, A + "loss_reduction", A + "max_seq_len")
     in_loss, in_reward = t.flag(A + "use_kl_loss"), t.flag(A + "use_kl_in_reward")
     if in_loss and in_reward:
         raise t.refuse(A + "use_kl_loss", "true with use_kl_in_reward", "the KL is in only one of the two here")
@@ -246,7 +285,7 @@ def _objective(t: Translation) -> None:
         "coefficient": t.number(A + "kl_loss_coef") if in_loss or in_reward else 0.0,
         "apply_to": "reward" if in_reward else "loss", "k2_gradient": False, "target": None,
     }  # fmt: skip
-    t.name_of([A + "use_kl_in_reward", A + "kl_ctrl.target", A + "kl_ctrl.horizon"])
+    t.name_of([A + "use_kl_in_reward", A + "kl_ctrl.kl_target", A + "kl_ctrl.horizon"])
     t.put("algorithm.kl", kl, *(A + name for name in ("use_kl_loss", "kl_loss_coef", "kl_estimator_type")))
     entropy = t.number(A + "entropy_loss_coef") if t.flag(A + "use_entropy_loss") else 0.0
     t.put("algorithm.entropy.coefficient", entropy, A + "use_entropy_loss", A + "entropy_loss_coef")

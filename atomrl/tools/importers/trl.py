@@ -65,6 +65,7 @@ MOVES: Moves = {
     "rollout.temperature": ("temperature", float),
     "rollout.top_p": ("top_p", float),
     "rollout.top_k": ("top_k", lambda k: max(0, int(k))),
+    "rollout.min_p": ("min_p", float),
     "rollout.max_completion_tokens": ("max_completion_length", int),
     "train.epochs_per_step": ("num_iterations", int),
     "train.rows_per_micro_batch": ("per_device_train_batch_size", int),
@@ -111,7 +112,8 @@ def _sampling(t: Translation) -> None:
     """Translate `generation_kwargs`; arguments without a counterpart are refused."""
     keys = {"stop": "rollout.stop", "stop_strings": "rollout.stop", "stop_token_ids": "rollout.stop_token_ids",
              "min_tokens": "rollout.min_completion_tokens", "min_new_tokens": "rollout.min_completion_tokens",
-             "temperature": "rollout.temperature", "top_p": "rollout.top_p", "top_k": "rollout.top_k"}  # fmt: skip
+             "temperature": "rollout.temperature", "top_p": "rollout.top_p", "top_k": "rollout.top_k",
+             "min_p": "rollout.min_p"}  # fmt: skip
     for name, value in t.mapping("generation_kwargs").items():
         if name in ("do_sample", "max_new_tokens", "max_tokens", "num_return_sequences") and value in (True, 1, None):
             continue
@@ -323,7 +325,9 @@ def translate_sft(t: Translation, processes: int) -> None:
     if t.flag("packing"):
         if t("max_length", "max_seq_length") is None:
             raise t.refuse("packing", True, "it needs max_length, the size of a block")
-        strategies = {name: name for name in ("bfd", "bfd_split", "wrapped")}
+        strategies = {"bfd": "bfd", "bfd_split": "bfd_split", "wrapped": "wrapped", "ffd": "bfd"}
+        if t("packing_strategy") == "ffd":  # of TRL 0.18
+            t.differ("packing_strategy", "ffd", "bfd")
         t.put("sft.packing", t.choice("packing_strategy", t("packing_strategy"), strategies), "packing_strategy")
         tokens = t.count("per_device_train_batch_size") * t.tree["train"]["max_row_tokens"]
         t.put("train.rows_per_micro_batch", None)
@@ -409,6 +413,7 @@ def translate_online_dpo(t: Translation, processes: int) -> None:
             "rollout.temperature": ("temperature", float),
             "rollout.top_p": ("top_p", float),
             "rollout.top_k": ("top_k", lambda k: max(0, int(k))),
+            "rollout.min_p": ("min_p", float),
             "rollout.max_completion_tokens": ("max_new_tokens", int),
         }
     )
@@ -418,7 +423,7 @@ def translate_online_dpo(t: Translation, processes: int) -> None:
     t.put("rollout.completions_per_prompt", 2, because="a pair")
     t.put("data.max_prompt_tokens", max(1, t.count("max_length") - t.count("max_new_tokens")), "max_length")
     t.put("data.answer_field", None)
-    t.name_of(["use_vllm", "num_generations", "max_completion_length", "num_iterations", "shuffle_dataset", "epsilon"])
+    t.name_of(["use_vllm", "reward_weights"])
     t.put_engine("use_vllm") if t.flag("use_vllm") else t.put("rollout.engine", "auto", "use_vllm")
     put_steps(t, updates=1)
     t.differ("pairs with equal rewards", "trained, in random order", "replaced by other prompts' pairs")

@@ -8,7 +8,7 @@ from typing import Any
 
 from atomrl.config import ConfigError
 from atomrl.tools.importers.sources import Settings, hub_source
-from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation
+from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation, share
 
 # --------------------------------------------------------------------------------------------------------------------
 # Arguments that are not translated: irrelevant ones with the reason, and those that are refused if they are on.
@@ -97,11 +97,10 @@ WITHOUT_MEANING: Mapping[str, str] = {
 """Arguments that do not affect what is trained -> reason."""
 
 REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "min_p": ((None, 0, 0.0), "completions are sampled with temperature, top_p and top_k"),
     "repetition_penalty": ((None, 1, 1.0), "completions are sampled from the unmodified model"),
     "vllm_structured_outputs_regex": ((None,), "completions are sampled from the unmodified model"),
     "vllm_guided_decoding_regex": ((None,), "completions are sampled from the unmodified model"),
-    "vllm_sampling_params": ((None,), "set temperature, top_p, top_k and generation_kwargs; there is no min_p"),
+    "vllm_sampling_params": ((None,), "set temperature, top_p, top_k, min_p and generation_kwargs"),
     "use_adaptive_entropy": ((None, False), "the coefficient of the entropy is constant here"),
     "sync_ref_model": ((None, False), "the reference model is fixed here"),
     "neftune_noise_alpha": ((None, 0, 0.0), "noise on embeddings is not supported"),
@@ -319,9 +318,9 @@ def put_rewards(t: Translation, rewards: list[dict[str, Any]], out: Path) -> Non
         rewards: each `{"trl": name}`, `{"path": dotted path of a function}` or `{"model": path}`.
         out: path of the config; a file next to it gets the functions that are written for it.
     """
-    weights = t("reward_weights")
-    weights = [1.0] * len(rewards) if weights is None else weights
-    weights = list(weights) if isinstance(weights, list | tuple) else [weights]
+    weights, given = [1.0] * len(rewards), t("reward_weights")
+    if given is not None:
+        weights = t.numbers("reward_weights", len(given) if isinstance(given, list | tuple) else 1)
     if len(weights) != len(rewards):
         raise ConfigError(
             f"{t.named('reward_weights')}={weights} has {len(weights)} weights for {len(rewards)} rewards"
@@ -416,6 +415,7 @@ SCHEDULES = {
     "cosine_with_min_lr": "cosine",
     "constant": "constant",
     "constant_with_warmup": "constant",
+    "inverse_sqrt": "inverse_sqrt",
 }
 OPTIMIZERS = {
     **dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "adamw"),
@@ -485,16 +485,20 @@ def _schedule(t: Translation) -> None:
     if kind == "cosine_with_min_lr":
         t.put("train.min_lr_ratio", float(least or 0.0), "lr_scheduler_kwargs")
     warmup = t.number("warmup_steps") if t.is_set("warmup_steps") else 0.0
-    if (warmup or t.number("warmup_ratio")) and kind != "constant":
+    if (0 < warmup < 1 or t.number("warmup_ratio") or (warmup and t.integer("max_steps") > 0)) and kind != "constant":
         t.differ("first update of the warm-up", "a learning rate of 0", "that of TRL's second update")
     if kind == "constant":  # which has no warm-up in transformers
         t.put("train.warmup_ratio", 0.0, "lr_scheduler_type")
         t.name_of(["warmup_steps", "warmup_ratio"])
     elif warmup >= 1:
-        total = t.integer("max_steps")
-        ratio = min(1.0, warmup / total) if total > 0 else 0.0
-        why = "of max_steps" if total > 0 else "a fraction of all updates here; set it when their number is known"
-        t.put("train.warmup_ratio", round(ratio, 6), "warmup_steps", because=why)
+        if (total := t.integer("max_steps")) > 0:
+            t.put("train.warmup_ratio", share(warmup, total), "warmup_steps", because="of max_steps")
+        else:
+            t.differ("warm-up", f"{warmup:g} updates", "none: their share of all updates is not known")
+            t.to_do.append(
+                f"warmup_steps={warmup:g}: a warm-up is a fraction of all updates here: divide by their number, which "
+                "atomrl train --dry-run prints, and set train.warmup_ratio"
+            )
     else:
         t.put("train.warmup_ratio", warmup or t.number("warmup_ratio"), "warmup_steps", "warmup_ratio")
 

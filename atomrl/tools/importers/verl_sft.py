@@ -8,7 +8,7 @@ from typing import Any
 
 from atomrl.config import ConfigError
 from atomrl.tools.importers.sources import Settings
-from atomrl.tools.importers.translation import Moves, Translation, put_gpus, same
+from atomrl.tools.importers.translation import Moves, Translation, put_gpus, same, share
 
 PROGRAM = r"verl\.trainer\.(fsdp_sft_trainer|sft_trainer|sft_trainer_ray)"
 VERSION = "verl of August 2026"
@@ -258,14 +258,9 @@ def put_optimizer(t: Translation, place: str) -> None:
 def put_warmup(t: Translation, name: str, steps: int | None) -> None:
     """Set the warm-up from its number of steps, of `steps` in all; left to the user if that number is not known."""
     updates = t.integer(name)
-    ratio = min(1.0, updates / steps) if steps else 0.0
-    t.put(
-        "train.warmup_ratio",
-        round(ratio, 6),
-        name,
-        because="of trainer.total_training_steps" if steps else "left to you",
-    )
-    if not steps:
+    if steps:
+        t.put("train.warmup_ratio", share(updates, steps), name, because="of the number of steps")
+    else:
         t.to_do.append(
             f"{name}={updates}: a warm-up is a fraction of all steps here: divide by their number, which atomrl train "
             "--dry-run prints, and set train.warmup_ratio"

@@ -77,7 +77,10 @@ def is_evaluation(row: Mapping[str, Any]) -> bool:
         >>> is_evaluation({"step": 5, "val-core/sums/acc/mean@1": 0.5}), is_evaluation({"step": 5, "actor/lr": 0.1})
         (True, False)
     """
-    return all(name.startswith(EVALUATED) for name in row if name != "step") and row.keys() != {"step"}
+    for name in row:  # a loop: it ends at the first name of a row of training
+        if not name.startswith(EVALUATED) and name != "step":
+            return False
+    return row.keys() != {"step"}
 
 
 def column(rows: MetricRows, name: str) -> list[float]:

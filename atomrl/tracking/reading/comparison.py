@@ -13,9 +13,12 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from operator import itemgetter
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from atomrl.common.errors import reraise_as
 from atomrl.tracking.reading.lines import ReadError, flat_tree, read_mapping
@@ -540,8 +543,11 @@ HELD_OUT = ("Accuracy", "Completion length (tokens)", "Margin of preferences", "
 """Panels whose further lines are held-out data; those of the reward panel are its parts."""
 
 
-def draw_curves(run: Path | Sequence[Path], out: Path | None = None) -> Path:
-    """Plot `metrics.jsonl` of one or several run folders, a colour per run.
+def draw_curves(run: Path | Run | Sequence[Path | Run], out: Path | None = None) -> Path:
+    """Plot `metrics.jsonl` of one or several runs, a colour per run.
+
+    Args:
+        run: folders, or runs that have been read.
 
     Returns:
         Path of the image: `out`, else `curves.png` in the run's folder (one run) or the working directory (several).
@@ -550,8 +556,9 @@ def draw_curves(run: Path | Sequence[Path], out: Path | None = None) -> Path:
         ImportError: matplotlib is not installed.
         ReadError: the run has no metrics.
     """
-    runs = [run] if isinstance(run, Path) else list(run)
-    drawn = panels(with_metrics(runs[0])) if len(runs) == 1 else compared(runs)
+    given = [run] if isinstance(run, Path | Run) else list(run)
+    drawn = panels(with_metrics(given[0])) if len(given) == 1 else compared(given)
+    runs = [each.path if isinstance(each, Run) else each for each in given]
     message = "plotting needs matplotlib: pip install 'atomrl[plot]'"
     with reraise_as(ImportError, message, ImportError):
         from matplotlib.figure import Figure
@@ -576,10 +583,11 @@ def run_names(runs: Sequence[Path]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(run) for run in runs]
 
 
-def compared(runs: Sequence[Path]) -> dict[str, dict[str, Points]]:
+def compared(runs: Sequence[Path | Run]) -> dict[str, dict[str, Points]]:
     """Return the panels of several runs. A line's label is `RUN`, or `RUN, held-out` (the first data source)."""
     merged: dict[str, dict[str, Points]] = {}
-    for name, run in zip(run_names(runs), runs, strict=True):
+    names = run_names([run.path if isinstance(run, Run) else run for run in runs])
+    for name, run in zip(names, runs, strict=True):
         for title, lines in panels(with_metrics(run)).items():
             panel = merged.setdefault(title, {})
             held_out = [line for label, line in lines.items() if label != "train" and title in HELD_OUT]
@@ -587,15 +595,15 @@ def compared(runs: Sequence[Path]) -> dict[str, dict[str, Points]]:
     return dict(list(merged.items())[:PANELS])
 
 
-def with_metrics(folder: Path) -> Run:
-    """Read the run in a folder.
+def with_metrics(run: Path | Run) -> Run:
+    """Read the run in a folder, unless it has been read.
 
     Raises:
         ReadError: it has no metrics.
     """
-    run = Run(folder)
+    run = run if isinstance(run, Run) else Run(run)
     if not len(run.metrics.steps) and not len(run.evaluations.steps):
-        raise ReadError(f"no metrics in {folder} (looked for metrics.jsonl); is it the folder of a run?")
+        raise ReadError(f"no metrics in {run.path} (looked for metrics.jsonl); is it the folder of a run?")
     return run
 
 
@@ -640,7 +648,25 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
         >>> smooth([0.0, 1.0, 2.0], 2)
         [0.0, 0.5, 1.5]
     """
-    return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - window + 1) : i + 1])]
+    sums = np.convolve(values, np.ones(window))[: len(values)]
+    means: list[float] = (sums / np.minimum(np.arange(1, len(values) + 1), window)).tolist()
+    return means
+
+
+def thinned(line: Points, stretches: int = 1000) -> Points:
+    """Return the lowest, the highest and the last point of each stretch of a long line, in order. More would not be
+    seen in an image, and matplotlib would search long for a place of the legend.
+
+    Example:
+        >>> thinned([(1, 0.0), (2, 9.0), (3, 1.0), (4, 2.0), (5, 3.0)], stretches=1)
+        [(1, 0.0), (2, 9.0), (5, 3.0)]
+    """
+    if len(line) <= 3 * stretches:
+        return line
+    size = -(-len(line) // stretches)
+    parts = [line[at : at + size] for at in range(0, len(line), size)]
+    ends = [{min(part, key=itemgetter(1)), max(part, key=itemgetter(1)), part[-1]} for part in parts]
+    return [point for each in ends for point in sorted(each)]
 
 
 def _draw_panel(axis: Any, title: str, lines: dict[str, Points], runs: Sequence[str]) -> None:
@@ -650,8 +676,9 @@ def _draw_panel(axis: Any, title: str, lines: dict[str, Points], runs: Sequence[
         color = f"C{runs.index(label.removesuffix(', held-out')) if several else number}"
         steps, values = [step for step, _ in line], [value for _, value in line]
         if len(line) >= 40 and not held_out:  # noisy: raw values in a light colour, the running mean on top
-            axis.plot(steps, values, color=color, alpha=0.25, linewidth=0.9)
-            values = smooth(values, max(5, len(line) // 25))
+            axis.plot(*zip(*thinned(line), strict=True), color=color, alpha=0.25, linewidth=0.9)
+            line = thinned([*zip(steps, smooth(values, max(5, len(line) // 25)), strict=True)])
+            steps, values = [step for step, _ in line], [value for _, value in line]
         marker = "o" if held_out or len(line) < 12 else None
         style = "--" if held_out and several else "-"
         label = f"{label}  {values[-1]:.3g}"  # the legend has the last values

@@ -7,6 +7,7 @@ import os
 import struct
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -190,14 +191,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises:
         ReadError: a line before the last is not JSON.
     """
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(loads(line))
-        except (ValueError, RecursionError):
-            if number < len(lines):
-                raise ReadError(f"{path}:{number} is not valid JSON; repair or remove the line") from None
+    rows, invalid = list[dict[str, Any]](), 0
+    with path.open("rb") if path.is_file() else nullcontext(()) as lines:
+        for number, line in enumerate(lines, start=1):
+            if invalid:
+                raise ReadError(f"{path}:{invalid} is not valid JSON; repair or remove the line")
+            try:
+                rows.append(loads(line if line.isascii() else line.decode(errors="replace")))
+            except ValueError:
+                invalid = number
     return rows
 
 

@@ -96,7 +96,7 @@ def read_tokens(path: Path) -> TokenTable | None:
     try:
         # safetensors: the size of a JSON header, the header, the arrays. `load` does not return the metadata.
         size = int.from_bytes(data[:8], "little")
-        metadata = json.loads(data[8 : 8 + size])["__metadata__"]
+        metadata = loads(data[8 : 8 + size])["__metadata__"]
         arrays = load(data)
         sizes = np.cumsum(arrays["prompt_sizes"])[:-1]
         table = TokenTable(
@@ -104,7 +104,7 @@ def read_tokens(path: Path) -> TokenTable | None:
             rows={name.removeprefix("row/"): value for name, value in arrays.items() if name.startswith("row/")},
             tokens={name.removeprefix("token/"): value for name, value in arrays.items() if name.startswith("token/")},
             prompts=np.split(arrays["prompt_tokens"], sizes),
-            state=json.loads(metadata["state"]),
+            state=loads(metadata["state"]),
         )
         if missing := sorted((ROWS - table.rows.keys()) | (COLUMNS - table.tokens.keys())):
             raise ValueError(f"missing: {', '.join(missing)}")

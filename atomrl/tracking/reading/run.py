@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +22,7 @@ from atomrl.tracking.reading.lines import (
     flat_tree,
     is_locked,
     last_lock_owner,
+    loads,
     read_mapping,
 )
 from atomrl.tracking.reading.metrics import MetricTable, newest_held_out
@@ -286,6 +286,10 @@ class Run:
     Nothing is written, and no file stays open. What belongs to a missing or unreadable file is empty; `problems` has
     the reason.
 
+    Args:
+        path: the folder.
+        rows: the rows of its `metrics.jsonl`, if they have been read already.
+
     Attributes:
         path: the folder.
         metrics: metrics of the training steps, by name.
@@ -293,13 +297,16 @@ class Run:
         problems: files and lines that could not be read, with the reason.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, rows: Sequence[Mapping[str, Any]] | None = None) -> None:
         self.path = Path(path)
         self.metrics, self.evaluations = MetricTable(), MetricTable()
         self._problems: list[str] = []
         self._file, self._line = GrowingFile(self.path / "metrics.jsonl"), 0
         self._files: dict[str, tuple[tuple[int, ...], dict[str, Any], list[str]]] = {}
-        self.refresh()
+        if rows is None:
+            self.refresh()
+        else:
+            self._add(row for row in rows if has_step(row))
 
     def __repr__(self) -> str:
         state = self.state
@@ -391,7 +398,7 @@ class Run:
             changed |= restarted or bool(lines)
             if not lines:
                 break
-            self._add(lines)
+            self._add(self._parsed(lines))
         if "rollouts" in self.__dict__:
             self.rollouts.refresh()
         return changed
@@ -404,17 +411,21 @@ class Run:
         """
         from atomrl.tracking.reading.comparison import draw_curves  # it imports this module
 
-        return draw_curves(self.path, Path(out) if out is not None else None)
+        return draw_curves(self, Path(out) if out is not None else None)
 
-    def _add(self, lines: list[bytes]) -> None:
-        trained, evaluated = list[dict[str, Any]](), list[dict[str, Any]]()
+    def _parsed(self, lines: list[bytes]) -> Iterator[dict[str, Any]]:
         for line in lines:
             self._line += 1
-            row = _row(line)
-            if row is not None:
-                (evaluated if is_evaluation(row) else trained).append(row)
+            row = row_of(line)
+            if row is not None and has_step(row):
+                yield row
             elif len(self._problems) < MAX_PROBLEMS:
                 self._problems.append(f"metrics.jsonl:{self._line} is not a row of metrics; skipped")
+
+    def _add(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        trained, evaluated = list[Mapping[str, Any]](), list[Mapping[str, Any]]()
+        for row in rows:
+            (evaluated if is_evaluation(row) else trained).append(row)
         self.metrics.extend(trained)
         self.evaluations.extend(evaluated)
 
@@ -433,10 +444,10 @@ class Run:
         return self._files[name][1]
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
-    row = row_of(line)
-    step = None if row is None else row.get("step")
-    return row if isinstance(step, int) and 0 <= step < 2**53 else None
+def has_step(row: Mapping[str, Any]) -> bool:
+    """Return whether a row of metrics has a step that a table can hold."""
+    step = row.get("step")
+    return isinstance(step, int) and 0 <= step < 2**53
 
 
 def read_findings(path: Path) -> list[Finding]:
@@ -449,7 +460,7 @@ def read_findings(path: Path) -> list[Finding]:
     findings = []
     for line in lines:
         try:
-            row = json.loads(line)
+            row = loads(line)
             fields = {name: row[name] for name in ("id", "severity", "step", "what", "advice")}
             fields["quote"] = row.get("quote", "")
         except (ValueError, KeyError, TypeError):
