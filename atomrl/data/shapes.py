@@ -44,7 +44,7 @@ def make(rng: random.Random, kinds: str = "count,compare", shuffled: bool = Fals
     Example:
         >>> row = make(random.Random(0))
         >>> row["prompt"], row["ground_truth"], row["images"][0][:22]
-        ('<image>More red than blue?', 'yes', 'data:image/png;base64,')
+        ('<image>More red than blue?', 'no', 'data:image/png;base64,')
     """
     known = ("count", "compare")
     chosen = kinds.split(",")
