@@ -75,7 +75,7 @@ def rope(*sections: int, rotated: float = 1.0) -> dict:
 OTHER = {
     **dict.fromkeys(["axk2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_linear"], LATENT),
     **dict.fromkeys(("minicpm3", "youtu"), LATENT),
-    "deepseek_v2": LATENT | {"n_group": 1, "topk_group": 1},
+    "deepseek_v2": LATENT | {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
     **{kind: {"text_config": LATENT} for kind in ("kimi_k25", "mistral4", "glm5_next")},
     **{kind: {"text_config": rope(1, 1, 0, rotated=0.5)} for kind in ("glm4v", "glm46v", "glm_ocr")},
     **{kind: {"text_config": rope(1, 1, 0, rotated=0.5)} for kind in ("glmga", "glm4v_moe")},
@@ -177,6 +177,10 @@ def trial(kind: str, folder: Path) -> tuple[str, str]:
         check_policy(config)
     except ConfigError as error:
         return name, "refused: " + short(error).removeprefix("model.path: ").replace(f"{source} is", "it is")
+    try:
+        model(input_ids=TOKENS)
+    except Exception as error:  # its sizes do not fit each other
+        return name, f"{NOT_TRIED}: {short(error)}"
     assert memory_by_phase(config, objective_of({"name": "grpo"}), 1, "cuda", 2).resident > 0
     policy = load_policy(source, dtype="float32")
     optimizer = torch.optim.SGD([weight for weight in policy.parameters() if weight.requires_grad], 1e-3)
