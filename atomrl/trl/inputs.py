@@ -20,6 +20,9 @@ INSTRUCTION = "Think between <think> and </think>, then write the number alone b
 ANSWERS = ("ground_truth", "answer", "solution")
 """Names of the ground truth column; the first that the rows have is used."""
 
+PICTURES = "atomrl.trl does not train on pictures yet; a config does (docs/guides/vision.md)"
+"""Reason why a script with pictures is refused."""
+
 DatasetRows = list[dict[str, Any]]
 
 
@@ -35,13 +38,11 @@ def built_in_rows() -> DatasetRows:
 
 
 def refuse_pictures(rows: DatasetRows, name: str) -> None:
-    """Raise ConfigError if the first row has pictures, which models here do not read."""
+    """Raise ConfigError if the first row has pictures, on which the trainers here do not train."""
     for column, value in rows[0].items() if rows else ():
         parts = [part for message in value for part in _parts(message)] if isinstance(value, list) else []
         if column in ("image", "images") or type(value).__module__.startswith("PIL") or "image" in parts:
-            raise ConfigError(
-                f"{name}: the column {column!r} has pictures; trainers read text only (a config trains on pictures)"
-            )
+            raise ConfigError(f"{name}: the column {column!r} has pictures: {PICTURES}")
 
 
 def _parts(message: Any) -> list[Any]:

@@ -26,6 +26,7 @@ from atomrl.trl.arguments import NAMES, GRPOArgs, hint, in_trl_names
 from atomrl.trl.callbacks import Events, split_callbacks
 from atomrl.trl.configs import CONFIGS, TRLConfig, from_training_arguments
 from atomrl.trl.inputs import (
+    PICTURES,
     built_in_rows,
     dataset_rows,
     is_reward_model,
@@ -167,10 +168,7 @@ class Trainer:
             raise ConfigError("processing_class and tokenizer are the same; give only one")
         tokenizer = tokenizer if processing_class is None else processing_class
         if tokenizer is not None and hasattr(tokenizer, "image_processor"):
-            raise ConfigError(
-                "processing_class: a processor of pictures; trainers read text only (a config trains on pictures): "
-                "give its tokenizer"
-            )
+            raise ConfigError(f"processing_class: a processor of pictures: {PICTURES}; for text, give its tokenizer")
         if isinstance(self.args, TRLConfig):
             self.args.check(batches=True)
         self._given = GivenModel(model)

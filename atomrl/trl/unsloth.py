@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from atomrl.config import ConfigError
+from atomrl.trl.inputs import PICTURES
 
 __version__ = "2026.1"
 
@@ -68,9 +69,7 @@ class FastLanguageModel:
         from peft import LoraConfig, get_peft_model
 
         if options.get("finetune_vision_layers"):
-            raise ConfigError(
-                "get_peft_model(finetune_vision_layers=True): trainers read text only (a config trains on pictures)"
-            )
+            raise ConfigError(f"get_peft_model(finetune_vision_layers=True): {PICTURES}")
         options_of_peft: dict[str, Any] = {"lora_alpha": lora_alpha, "bias": bias}
         settings = LoraConfig(
             r=r, lora_dropout=lora_dropout, use_rslora=use_rslora, **options_of_peft,
@@ -176,9 +175,5 @@ def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **_: Any) -
 def __getattr__(name: str) -> Any:
     if not name[0].isupper():  # asked for by inspection too (pytest); Python says that it is absent
         raise AttributeError(f"AtomRL has no {name} of unsloth")
-    why = (
-        "trainers read text only (a config trains on pictures)"
-        if "Vision" in name
-        else "of unsloth only FastLanguageModel and its helpers are here"
-    )
+    why = PICTURES if "Vision" in name else "of unsloth only FastLanguageModel and its helpers are here"
     raise ImportError(f"AtomRL has no {name} of unsloth: {why}", name="unsloth")

@@ -9,7 +9,7 @@ from typing import Any
 from atomrl.config import ConfigError
 from atomrl.tools.importers import trl_arguments
 from atomrl.tools.importers.sources import Settings, flat_yaml
-from atomrl.tools.importers.translation import TEMPLATE, Translation
+from atomrl.tools.importers.translation import PICTURES, TEMPLATE, VIDEOS, Translation
 from atomrl.tools.importers.trl import TRAINERS
 
 VERSION = "LLaMA-Factory of August 2026"
@@ -31,8 +31,8 @@ DEFAULTS: Settings = {
 REFUSED: Mapping[str, str] = {
     "train_on_prompt": "prompts are not trained on",
     "mask_history": "all answers of a conversation are trained on",
-    "image_max_pixels": "models read no pictures",
-    "video_max_pixels": "models read no pictures",
+    "image_max_pixels": PICTURES,
+    "video_max_pixels": VIDEOS,
     "ref_model": "the reference is the initial model",
     "adapter_name_or_path": "merge the adapters first",
     "reward_model": "only stage ppo has one",

@@ -10,7 +10,7 @@ from typing import Any
 
 from atomrl.config import ConfigError
 from atomrl.tools.importers.sources import Settings, flat, hub_source, read_flags
-from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation, misspelt, put_gpus
+from atomrl.tools.importers.translation import PICTURES, TEMPLATE, Moves, Translation, misspelt, put_gpus
 
 # --------------------------------------------------------------------------------------------------------------------
 # OpenRLHF's flags that are not translated, with the reason; its schedules and its names of data.
@@ -557,7 +557,7 @@ def translate(path: Path, out: Path) -> Translation:
         )
     name = t("logger.wandb.run_name") or path.stem
     t.put("run_name", str(name).replace("/", "-").lstrip("."), "logger.wandb.run_name")
-    t.refuse_set({"data.tokenizer_chat_template": TEMPLATE, "data.image_key": "models read no pictures"})
+    t.refuse_set({"data.tokenizer_chat_template": TEMPLATE, "data.image_key": PICTURES})
     t.name_of(["data.max_images_per_prompt"])
     t.put("data.chat_template", "auto" if t.flag("data.apply_chat_template") else "none", "data.apply_chat_template")
     if kind is not None:

@@ -23,6 +23,9 @@ TEMPLATE = (
     "the chat template is read from the tokenizer: save it with the model as chat_template.jinja, and remove the key"
 )
 """Reason for refusing a key that names another chat template."""
+PICTURES = "runs on pictures are not translated: write a config (docs/guides/vision.md)"
+VIDEOS = "videos are not trained on"
+"""Reasons for refusing keys of models with a vision tower."""
 
 
 def misspelt(name: str, names: Iterable[str]) -> str | None:

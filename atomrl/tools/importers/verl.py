@@ -12,7 +12,7 @@ from atomrl.common.errors import nearest
 from atomrl.config import ConfigError
 from atomrl.tools.importers import verl_sft
 from atomrl.tools.importers.sources import Settings, read_hydra
-from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation, misspelt, put_gpus
+from atomrl.tools.importers.translation import PICTURES, TEMPLATE, VIDEOS, Moves, Translation, misspelt, put_gpus
 from atomrl.tools.importers.verl_sft import (
     OFFLOADED,
     OPTIMIZERS,
@@ -533,9 +533,8 @@ REFUSED = {
     R + "multi_turn.enable": "turns are an environment or tools (docs/guides/environments.md, "
     "docs/guides/tool_calling.md)",
     "data.tool_config_path": "tools are Python functions here (docs/guides/tool_calling.md)",
-    **dict.fromkeys((
-        "data.image_key", "data.video_key", A + "freeze_vision_tower", R + "limit_images",
-    ), "models read no pictures"),
+    "data.video_key": VIDEOS,
+    **dict.fromkeys(("data.image_key", A + "freeze_vision_tower", R + "limit_images"), PICTURES),
     **dict.fromkeys(
         ("distillation.enable", "distillation.enabled"), "distillation is algorithm.name=gkd or on_policy_distillation"
     ),

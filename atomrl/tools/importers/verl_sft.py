@@ -8,7 +8,7 @@ from typing import Any
 
 from atomrl.config import ConfigError
 from atomrl.tools.importers.sources import Settings
-from atomrl.tools.importers.translation import Moves, Translation, put_gpus, same, share
+from atomrl.tools.importers.translation import PICTURES, Moves, Translation, put_gpus, same, share
 
 PROGRAM = r"verl\.trainer\.(fsdp_sft_trainer|sft_trainer|sft_trainer_ray)"
 VERSION = "verl of August 2026"
@@ -113,7 +113,7 @@ REFUSED = {
     "data.custom_cls.path": "rows are read as docs/guides/data.md lists",
     "data.chat_template": "save it with the model as chat_template.jinja, and remove the key",
     "model.custom_chat_template": "save it with the model as chat_template.jinja, and remove the key",
-    "data.image_key": "models read no pictures",
+    "data.image_key": PICTURES,
     "model.lora_adapter_path": "merge the adapters first: atomrl export",
     "model.mtp.enable": "heads for several tokens are not trained",
 }
