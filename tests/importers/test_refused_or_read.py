@@ -61,13 +61,14 @@ def read(tmp_path: Path, text: str, name: str = "", **more: str) -> Imported:
     (f"{LLAMA}stage: sft\nfinetuning_type: full\nimage_max_pixels: 9", "pictures are not translated"),
     (f"{LLAMA}stage: dpo\nfinetuning_type: full\npref_loss: simpo", "loss_type=simpo"),
     (f"{SKYRL} generator.max_turns=3", "max_turns=3"),
+    ("bash run_gsm8k.sh trainer.policy.lr=1", "starts run_gsm8k.sh of SkyRL"),
     (f"{SKYRL} environment.env_class=search", "env_class=search"),
     (SKYRL.replace("skyrl.train.entrypoints.main_base", "examples.main_dapo"), "main_dapo of SkyRL: supported"),
     ("base_model: m\nrl: dpo", "axolotl, which is not supported: supported are verl, TRL"),
     ("policy: {model_name: m}\ngrpo: {num_prompts_per_step: 2}", "NeMo-RL, which is not supported"),
     ("swift rlhf --rlhf_type grpo --model m", "ms-swift, which is not supported"),
     ("uv run rl @ rl.toml --a b", "prime-rl, which is not supported"),
-    ("llamafactory-cli train a.yaml", "import its YAML file"),
+    ("llamafactory-cli train a.yaml", "give the YAML file of llamafactory-cli train"),
 ])  # fmt: skip
 def test_what_is_not_understood_is_refused(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -80,10 +81,17 @@ def test_python_is_run_and_not_imported(name: str, tmp_path: Path) -> None:
         read(tmp_path, "print()", name)
 
 
-@pytest.mark.parametrize(("name", "trainer"), [("orpo/config.yaml", None), ("a.yaml", None)])
-def test_a_trainer_that_the_keys_do_not_name_is_not_guessed(name: str, trainer: str | None, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"orpo by its name|set --trainer"):
+@pytest.mark.parametrize(("name", "message"), [("bco/config.yaml", "bco by its name"), ("a.yaml", "set --trainer")])
+def test_a_trainer_that_the_keys_do_not_name_is_not_guessed(name: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
         read(tmp_path, f"{TRL}beta: 0.1", name)
+
+
+@pytest.mark.parametrize("name", ["kto/config.yaml", "orpo/config.yaml", "cpo/config.yaml"])
+def test_a_folder_names_the_trainer_of_an_older_file(name: str, tmp_path: Path) -> None:
+    imported = read(tmp_path, f"{TRL}torch_dtype: bfloat16", name)
+    assert imported.config.algorithm.name == name.split("/")[0]
+    assert any("torch_dtype is a key of an older TRL" in line for line in imported.differences)
 
 
 # ---- verl ----

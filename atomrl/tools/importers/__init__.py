@@ -165,7 +165,7 @@ CALLS: Mapping[str, str] = {
     "verl": r"\b(verl\.|main_ppo|actor_rollout_ref\.)",
     "ms-swift": r"\b(swift|megatron)\s+(rlhf|sft|pt)\b|swift/cli|--rlhf_type",
     "axolotl": r"\baxolotl\b",
-    "LLaMA-Factory's command: import its YAML file": r"\b(llamafactory-cli|llamafactory)\b",
+    "llamafactory": r"\b(llamafactory-cli|llamafactory)\b",
     "NeMo-RL": r"\bnemo[_-]rl\b|NeMo-RL|examples/run_(grpo|dpo|sft|rm)",
     "prime-rl": r"\bprime[_-]rl\b|^\s*\[(orchestrator|trainer|inference|model|deployment)[\].]|\brl\s+@",
     "trl": r"(^|[\s/])trl\s+\w|trl\.scripts|\.py\b",

@@ -42,9 +42,9 @@ def read_hydra(path: Path, named: Sequence[str] = ()) -> tuple[Settings, list[st
 
 
 def program_of(command: Sequence[str]) -> str:
-    """Return the module or file that a command starts: the word after `-m`, else the first `.py`; "" if it has none."""
+    """Return what a command starts: the module after `-m`, else the first `.py` or `.sh`; "" if it has none."""
     after = [word for before, word in pairwise(command) if before == "-m"]
-    files = [word for word in command if word.endswith(".py") and "=" not in word]
+    files = [word for word in command if word.endswith((".py", ".sh")) and "=" not in word]
     return (after or files or [""])[0]
 
 

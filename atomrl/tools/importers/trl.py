@@ -690,9 +690,8 @@ SIGNS_OF_OLD = (
     "torch_dtype", "max_seq_length", "max_prompt_length", "vllm_device", "tokenizer_name_or_path", "use_liger",
 )  # fmt: skip
 """Keys that `VERSION` no longer has."""
-OLD_DEFAULTS: Mapping[str, Settings] = {
+OLD_DEFAULTS: Mapping[str, Settings] = {kind: {"bf16": False} for kind in TRAINERS} | {
     "grpo": {"beta": 0.04, "temperature": 0.9, "max_completion_length": 256, "loss_type": "grpo", "bf16": False},
-    **{kind: {"bf16": False} for kind in ("rloo", "sft", "dpo", "reward")},
 }
 """Defaults of TRL 0.14 that affect the training and have changed since."""
 
@@ -891,7 +890,7 @@ def _inferred(path: Path, settings: Settings) -> str:
     return next(iter(named))
 
 
-OTHER_TRAINERS = ("orpo", "kto", "cpo", "bco", "ppo", "gkd", "xpo", "nash", "prm")
+OTHER_TRAINERS = ("bco", "xpo", "nash", "prm")
 
 
 def _processes(flags: Settings, own: Settings) -> tuple[int | None, str]:
