@@ -6,7 +6,7 @@ DOWNLOAD := -m pip download --quiet --disable-pip-version-check
 CHECKED := tests/atoms tests/algorithms tests/architecture tests/training tests/rollout tests/rewards/test_built_in.py tests/rewards/test_compute.py \
 	tests/test_config.py tests/test_docs.py tests/test_docs_facts.py tests/test_pages.py tests/ui/test_drafts.py tests/ui/test_words.py
 
-.PHONY: install quickstart quickstart-search quickstart-python distributed test-distributed test-distributed-short test-vllm-oldest \
+.PHONY: install quickstart quickstart-search quickstart-python quickstart-vision distributed test-distributed test-distributed-short test-vllm-oldest \
 	test-sglang megatron test-megatron test-megatron-short test-games test-ui test-ui-short check keys test test-all mutations test-cpus wheel-check \
 	coverage gpu-check wheels lint lint-js docs models-page release-notes clean
 
@@ -28,6 +28,16 @@ quickstart quickstart-search quickstart-python: install
 		test ! -e runs/$$run || mv runs/$$run runs/$$run-until-$$(date +%Y%m%d-%H%M%S); done
 	$(BIN)/atomrl train configs/$(subst -,_,$@)_sft.yaml
 	$(BIN)/atomrl train configs/$(subst -,_,$@).yaml
+
+# A tiny vision-language model learns to answer questions about drawn shapes; then the control, with pictures shuffled.
+quickstart-vision: install
+	$(BIN)/python $(INSTALL) -c constraints.txt -e ".[vision]"
+	for run in $@-warm-start $@ $@-shuffled; do \
+		test ! -e runs/$$run || mv runs/$$run runs/$$run-until-$$(date +%Y%m%d-%H%M%S); done
+	$(BIN)/python examples/vision/tiny_model.py runs/$@-model
+	$(BIN)/atomrl train configs/$(subst -,_,$@)_sft.yaml
+	$(BIN)/atomrl train configs/$(subst -,_,$@).yaml
+	$(BIN)/atomrl train configs/$(subst -,_,$@).yaml run_name=$@-shuffled data.generator_args.shuffled=true
 
 # vLLM requires exact versions of torch, transformers and numpy, so it has a separate environment, with Ray.
 APART := .venv-distributed

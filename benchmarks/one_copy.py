@@ -3,10 +3,9 @@
     python benchmarks/one_copy.py [--layers 24] [--bases float32 int8 nf4]
 
 Trains a step of GRPO on a random model of 300M weights on a CPU, each base in a process of its own. Printed are the
-bytes of all tensors after a transfer to the engine, each storage once (`held`; `stays` is its estimate), and the
-peak of the process's resident memory from then on (`peak`; `planned`), beyond that of a process that has only imported
-everything. It uses public names alone, so it also runs on older
-commits (PYTHONPATH), which hold the base twice.
+bytes of all tensors after a transfer to the engine, each storage once (`held`; `stays` is its estimate), and the peak
+of the process's resident memory from then on (`peak`; `planned`), beyond that of a process that has only imported
+everything. It uses public names alone, so it also runs on older commits (PYTHONPATH), which hold the base twice.
 """
 
 import argparse

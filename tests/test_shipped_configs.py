@@ -18,6 +18,7 @@ from atomrl.models.loading import load_tokenizer
 from atomrl.models.reward_model import load_scalar, save_scalar
 from tests.templates import QWEN3, QWEN25
 from tests.tiny import make_tiny_model
+from tests.tiny_vision import make_tiny_vision_model
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted([*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "examples").rglob("*.yaml")])
@@ -36,6 +37,7 @@ MODELS = [
     "Qwen/Qwen2.5-3B",
 ]
 """Models and data that the configs start from."""
+VISION_MODELS = ["runs/quickstart-vision-model", "runs/quickstart-vision-warm-start/model"]
 REWARD_MODEL = "runs/rlhf-reward-model/model"
 TEXTS = {"char": "data/shakespeare_char", "model": "data/corpus_gpt2"}
 """Folders of tokens, by what makes them."""
@@ -47,6 +49,8 @@ def scratch(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scratch")
     for path in MODELS:
         make_tiny_model(folder / path, "qwen2", max_position_embeddings=8192)
+    for path in VISION_MODELS:
+        make_tiny_vision_model(folder / path)
     model = folder / MODELS[0]
     save_scalar(load_scalar(str(model), dtype="float32"), load_tokenizer(model), folder / REWARD_MODEL)
     problem, gsm8k = {"prompt": "1+1=", "ground_truth": "2"}, {"question": "1+1=", "answer": "so\n#### 2"}

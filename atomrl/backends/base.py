@@ -457,8 +457,9 @@ class BaseBackend(ABC):
                     rate = critic.learning_rate if name == "critic" else train.learning_rate
                     optimizer = self.make_optimizer(name, loaded, rate, total_updates)
                 self.roles[name] = Role(loaded, optimizer)
-        for role in self.roles.values() if images else ():
-            role.model.vision = Vision(role.model.inner, images)
+        if images is not None:
+            for role in self.roles.values():
+                role.model.vision = Vision(role.model.inner, images)
         self.trained = {name: role.optimizer for name, role in self.roles.items() if role.optimizer}
         self.policy = next(iter(self.roles.values()))
         """The policy or the reward model; in a back end with neither, its first model."""

@@ -177,26 +177,39 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple
     """
     from atomrl.data.problems import load_problems
     from atomrl.rewards.compute import build_rewards
-    from atomrl.trainer.build import build_engine, device_name, eval_sampling, model_path, policy_tokenizer
+    from atomrl.trainer.build import (
+        build_engine,
+        device_name,
+        eval_sampling,
+        image_reader,
+        image_store,
+        model_path,
+        policy_tokenizer,
+    )
     from atomrl.trainer.build import processor as build_processor
-    from atomrl.trainer.checks import check_environment, check_outcome, with_tools
+    from atomrl.trainer.checks import check_environment, check_image_engine, check_outcome, with_tools
     from atomrl.trainer.evaluate import evaluate
 
     rewards = build_rewards(
         config.reward, device=device_name(config.model.device), trust_remote_code=config.model.trust_remote_code
     )
-    report = load_problems(config.data, "eval", config.seed)
+    reader = image_reader(config, model_path(config))
+    images = image_store(config, reader)
+    report = load_problems(config.data, "eval", config.seed, images=images)
     rewards.check_sources(report.problems)
     tokenizer = policy_tokenizer(config)
     config = with_tools(config, tokenizer)
     check_environment(config, tokenizer)
     check_outcome(config)
-    processor = build_processor(config, tokenizer)
+    processor = build_processor(config, tokenizer, images=reader)
     check_writable(out)
     _, lengths = processor.filter_overlong(report.problems)
     prefix = tokenizer.encode(response_prefix, add_special_tokens=False)
     config = within_context(config, min(max(lengths), processor.max_prompt_tokens) + len(prefix))
-    engine = build_engine(config, model_path(config), tokenizer)
+    if images:
+        check_image_engine(config)
+        images.write()
+    engine = build_engine(config, model_path(config), tokenizer, images=reader)
     try:
         result = evaluate(
             engine, report.problems, processor, rewards, eval_sampling(config), response_prefix, rewards.says_right

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from atomrl.data.files import DataError, RawRow, error_list
+from atomrl.data.images import ImageStore
 from atomrl.data.offline import demonstration_reader, preference_reader
 from atomrl.data.problems import COMPLETIONS, PromptContent, problem_reader, read_source, to_problems
 from atomrl.data.stored import repeated
@@ -112,11 +114,11 @@ def repetitions(problems: Sequence[Problem]) -> list[str]:
 
 
 def _prompt(problem: Problem) -> str:
-    return normalise_content(problem.prompt)
+    return " ".join([normalise_content(problem.prompt), *(image.name for image in problem.images)])
 
 
 def _whole(problem: Problem) -> tuple[str, str]:
-    return normalise_content(problem.prompt), repr(problem.columns)
+    return _prompt(problem), repr(problem.columns)
 
 
 def _own_id(problem: Problem) -> str | None:
@@ -201,5 +203,6 @@ def _load(path: str | Path, config: DataConfig) -> DataReport:
         convert = demonstration_reader(config.prompt_field, "completion")
     elif kind == PREFERENCES:
         convert = preference_reader(config.prompt_field, PreferenceConfig())
-    problems, errors = to_problems(rows, convert)
+    with TemporaryDirectory() as folder:  # nothing is written to it
+        problems, errors = to_problems(rows, convert, images=ImageStore(folder, config.images_field))
     return DataReport(path=str(path), kind=kind, rows=len(rows), errors=errors, problems=problems)

@@ -133,7 +133,7 @@ def with_places(
     first = next((place for place, message in enumerate(prompt) if message["role"] == "user"), None)
     if first is None:
         raise DataError("the row has pictures, but its prompt no user message to put them into")
-    changed = Message(**{**prompt[first], "content": PLACE * len(images) + prompt[first]["content"]})  # type: ignore[typeddict-item]
+    changed = Message(**{**prompt[first], "content": PLACE * len(images) + prompt[first]["content"]})
     return (*prompt[:first], changed, *prompt[first + 1 :])
 
 

@@ -300,7 +300,13 @@ def _record_batches(path: Path) -> Iterator[Any]:
                 yield from reader
     else:
         with parquet.ParquetFile(path) as reader:
-            yield from reader.iter_batches(batch_size=4096)  # as Python objects 65,536 rows, its default, take 300 MB
+            # As Python objects 65,536 rows, its default, take 300 MB.
+            yield from reader.iter_batches(_FEW if _has_bytes(reader.schema_arrow) else _MANY)
+
+
+def _has_bytes(schema: Any) -> bool:
+    """Return True if rows of an Arrow schema have bytes, such as those of pictures."""
+    return "binary" in str(schema)
 
 
 def batch_rows(batch: Any) -> Iterator[tuple[dict[str, Any] | None, str | None]]:
@@ -353,7 +359,8 @@ _NAME = re.compile(
 )
 _FILES = re.compile(r"\.(jsonl?|csv|tsv|parquet|arrow|txt|ya?ml|gz|zst|zip|tar|xz|bz2|pkl|pt|bin)$", re.IGNORECASE)
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
-_BATCH = 1000
+_BATCH, _MANY, _FEW = 1000, 4096, 50
+"""Rows that are read at once: of the hub, of a Parquet file, and with bytes, which are large."""
 REACH_S = 10.0
 _pinned: dict[HubSource, str] = {}
 """Sources that this process has read, with their commit."""
@@ -429,7 +436,8 @@ def hub_rows(source: HubSource, default_split: str | None, streamed: bool) -> It
     with reraise_as(DataError, f"{source} cannot be read from the Hugging Face hub", Exception):
         rows = builder.as_streaming_dataset(split) if streamed and split in available else _prepared(builder, split)
         number = 0
-        for batch in rows.with_format("arrow").iter(_BATCH):  # Arrow leaves images and audio as bytes
+        size = _FEW if rows.features and _has_bytes(rows.features.arrow_schema) else _BATCH
+        for batch in rows.with_format("arrow").iter(size):  # Arrow leaves images and audio as bytes
             for row, problem in batch_rows(batch):
                 number += 1
                 yield RawRow(f"{place}:{number}", row, problem)

@@ -12,6 +12,7 @@ import binascii
 import hashlib
 import io
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -322,11 +323,14 @@ class ImageReader:
         self.limits = min_pixels, max_pixels
         self.image_token: int = config.image_token_id
         self._around = tuple(getattr(config, f"vision_{side}_token_id", None) for side in ("start", "end"))
-        self._patches: OrderedDict[str, tuple[Tensor, Tensor]] = OrderedDict()
+        self._kept = _Kept()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in vars(self).items() if name != "processor"}
-        return state | {"_patches": OrderedDict()}
+        return {name: value for name, value in vars(self).items() if name not in ("processor", "_kept")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._kept = _Kept()
 
     @cached_property
     def processor(self) -> Any:
@@ -391,9 +395,8 @@ class ImageReader:
         """Return the patches [P, D] of a picture, and its grid [3] of time, height and width."""
         import torch
 
-        if image.name in self._patches:
-            self._patches.move_to_end(image.name)
-            return self._patches[image.name]
+        if (kept := self._kept.get(image.name)) is not None:
+            return kept
         with reraise_as(DataError, f"picture {self.folder / image.name} ({image.source})", OSError):
             content = (self.folder / image.name).read_bytes()
         with torch.inference_mode(False):  # an engine may read them before the trainer does
@@ -401,7 +404,28 @@ class ImageReader:
             patches, grid = torch.as_tensor(made["pixel_values"]), torch.as_tensor(made["image_grid_thw"][0])
         if len(patches) != self.patches(image):
             raise DataError(f"picture {image.name}: {len(patches)} patches, but its prompt was made for another number")
-        self._patches[image.name] = patches, grid
-        while sum(kept.nbytes for kept, _ in self._patches.values()) > PATCH_BYTES and len(self._patches) > 1:
-            self._patches.popitem(last=False)
-        return self._patches[image.name]
+        self._kept.add(image.name, patches, grid)
+        return patches, grid
+
+
+class _Kept:
+    """The patches of the pictures that were read last, up to `PATCH_BYTES`; engine and trainer may be two threads."""
+
+    def __init__(self) -> None:
+        self._lock, self._bytes = threading.Lock(), 0
+        self._patches: OrderedDict[str, tuple[Tensor, Tensor]] = OrderedDict()
+
+    def get(self, name: str) -> tuple[Tensor, Tensor] | None:
+        with self._lock:
+            if name in self._patches:
+                self._patches.move_to_end(name)
+            return self._patches.get(name)
+
+    def add(self, name: str, patches: Tensor, grid: Tensor) -> None:
+        with self._lock:
+            if name not in self._patches:
+                self._bytes += patches.nbytes
+            self._patches[name] = patches, grid
+            while self._bytes > PATCH_BYTES and len(self._patches) > 1:
+                _, (dropped, _) = self._patches.popitem(last=False)
+                self._bytes -= dropped.nbytes

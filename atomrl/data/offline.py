@@ -10,10 +10,9 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from atomrl.common.chat_template import closing_tag, thought_opening, token_ids, tokenize_continuation
 from atomrl.common.errors import reraise_as
@@ -38,7 +37,7 @@ from atomrl.data.conversations import (
     within_turns,
 )
 from atomrl.data.files import DataError, error_list
-from atomrl.data.packing import Strategy, packed
+from atomrl.data.packing import Example, Strategy, packed
 from atomrl.data.problems import (
     COMPLETIONS,
     ENVIRONMENT,
@@ -140,7 +139,7 @@ def _sample(
     tools = check_tools(row.get(TOOLS))
     if "conversations" in row:  # ShareGPT's tools are bare function schemas
         tools = tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in tools)
-    columns = {COMPLETIONS: completions} | ({TOOLS: tools} if tools else {})
+    columns: dict[str, Any] = {COMPLETIONS: completions} | ({TOOLS: tools} if tools else {})
     columns |= {TEMPLATE_KWARGS: variables} if (variables := template_kwargs(row)) else {}
     return Problem(problem_id=place, prompt=prompt, ground_truth=None, columns=columns, images=images)
 
@@ -437,24 +436,6 @@ OPENING_TOKENS = 16
 """Last prompt tokens in which to look for an opening of the assistant's thoughts."""
 
 
-class Example(NamedTuple):
-    """A prompt with a completion as tokens. 5 bytes per token, since a whole data set is kept in memory."""
-
-    tokens: NDArray[np.int32]
-    learned: NDArray[np.bool_]
-    """[T] True for tokens that are trained."""
-    label: int = 0
-    """1: chosen or good; -1: rejected or bad; 0: no preference."""
-    margin: float = 0.0
-    """Score of the chosen completion of the pair minus that of the rejected one."""
-    images: tuple[Image, ...] = ()
-    """Pictures of the row, in the order of their tokens."""
-
-    @property
-    def prompt_length(self) -> int:
-        return int(self.learned.argmax())
-
-
 def demonstration(prompt: Sequence[int], completion: Sequence[int], label: int = 0) -> Example:
     """Return an example with a trained completion after an untrained prompt.
 
@@ -667,6 +648,8 @@ class TokenizedSamples:
         """Replace the demonstrations by blocks of them; returns the blocks."""
         if self._draw is not None or self._max_row_tokens is None:
             raise DataError("sft.packing: needs a file, and train.max_row_tokens, the size of a block")
+        if place := next((one.problem_id for one in self.problems if one.images), None):
+            raise DataError(f"{place}: sft.packing: rows with pictures are not packed")
         blocks = packed([self._encoded[one.problem_id][0] for one in self.problems], self._max_row_tokens, strategy)
         self._encoded = {f"block {number}": block for number, block in enumerate(blocks)}
         return [
@@ -824,9 +807,9 @@ class TokenizedSamples:
         shown: list[tuple[Sequence[Image], str]] = []
         """Pictures of each piece, and the name of its row."""
         for problem, unmarked in rows:
-            is_text, pictures = problem.prompt == "", problem.images
-            if unmarked[0].trained:  # behind the prompt
-                pictures = pictures[count_places(problem.prompt) :]
+            is_text = problem.prompt == ""
+            behind = count_places(problem.prompt) if unmarked[0].trained else 0  # pictures of the prompt are not shown
+            pictures: Sequence[Image] = problem.images[behind:]
             pieces = [
                 piece if piece.trained else Piece(processor.marked(piece.text, problem), False) for piece in unmarked
             ]
@@ -834,16 +817,13 @@ class TokenizedSamples:
                 count = 0 if trained else unmarked[number].text.count(PLACE)
                 shown.append((pictures[:count], problem.problem_id))
                 pictures = pictures[count:]
-                before = (
-                    None
-                    if is_text and not number
-                    else ""
-                    if trained
-                    else self._writer.last_token(pieces[number - 1].text)
-                    if number
-                    else None
-                )
-                items.append((text, "\n" if before == "" else before or ""))
+                if not number and (is_text or not trained):
+                    before = ""
+                elif trained:
+                    before = "\n"
+                else:
+                    before = self._writer.last_token(pieces[number - 1].text) or "\n"
+                items.append((text, before))
         fronts = {before: token_ids(tokenizer, before) for before in {before for _, before in items}}
         joined = [before + text for text, before in items]
         # masks would take as long as the ids

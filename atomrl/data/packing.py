@@ -1,20 +1,36 @@
 """Put demonstrations together to blocks of a fixed size, as TRL does with `packing=True`."""
 
-from __future__ import annotations
-
 import bisect
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from atomrl.data.offline import Example
+from atomrl.types import Image
 
 Strategy = Literal["bfd", "bfd_split", "wrapped"]
 AT_ONCE = 1000
 """Demonstrations that are packed together, in the order of the data: TRL's `Dataset.map` has batches of this size."""
+
+
+class Example(NamedTuple):
+    """A prompt with a completion as tokens. 5 bytes per token, since a whole data set is kept in memory."""
+
+    tokens: NDArray[np.int32]
+    learned: NDArray[np.bool_]
+    """[T] True for tokens that are trained."""
+    label: int = 0
+    """1: chosen or good; -1: rejected or bad; 0: no preference."""
+    margin: float = 0.0
+    """Score of the chosen completion of the pair minus that of the rejected one."""
+    images: tuple[Image, ...] = ()
+    """Pictures of the row, in the order of their tokens."""
+
+    @property
+    def prompt_length(self) -> int:
+        return int(self.learned.argmax())
 
 
 def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:

@@ -21,6 +21,7 @@ from string import ascii_lowercase
 from typing import Any, Literal, NamedTuple, TypeGuard, cast
 
 from atomrl.common.errors import did_you_mean, reraise_as
+from atomrl.data import shapes
 from atomrl.data.files import DataError
 from atomrl.types import Message
 
@@ -652,6 +653,7 @@ GENERATORS = {
     "chain": Generator(make_chain, demonstrate_chain, chain_pair, CHAIN_WORDS),
     "countdown": Generator(make_countdown),
     "places": Generator(make, demonstrate, words=WORDS, split_by=split_by),
+    "shapes": Generator(shapes.make, shapes.demonstrate, words=shapes.WORDS, split_by=shapes.split_by),
     "stack_machine": Generator(make_stack_machine),
 }
 
@@ -677,6 +679,11 @@ def normalise_content(prompt: str | Sequence[Message]) -> str:
     if not isinstance(prompt, str):
         prompt = "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
     return " ".join(unicodedata.normalize("NFKC", prompt).casefold().split())
+
+
+def row_content(row: Row) -> str:
+    """Return what makes a problem distinct: its normalised prompt, and its pictures."""
+    return normalise_content(row["prompt"]) + "".join(row.get("images", ()))
 
 
 def content_split(content: str) -> Literal["train", "eval"]:
@@ -719,7 +726,7 @@ def generate(task: str, size: int, seed: int = 0, split: Literal["train", "eval"
     seen: set[str] = set()
     misses = 0
     for row in _draws(task, f"{task}/{seed}/{split}", args):
-        content = normalise_content(row["prompt"])
+        content = row_content(row)
         if content in seen or row_split(task, row) != split:
             misses += 1
             if misses >= PATIENCE:

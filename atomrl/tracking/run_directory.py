@@ -29,7 +29,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -171,15 +171,20 @@ class RunLog(logging.Handler):
     """Appends messages to a text file, with the time. As a context manager it records the package's warnings too.
 
     Write errors, such as a full disk, are ignored.
+
+    Args:
+        is_here: returns False once the run's folder is another one; nothing is written then.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, is_here: Callable[[], bool] = lambda: True) -> None:
         super().__init__(logging.WARNING)
-        self.path = path
+        self.path, self.is_here = path, is_here
 
     def note(self, text: str) -> None:
         """Append a text, with secrets redacted."""
         text = without_secrets(text).rstrip()
+        if not self.is_here():
+            return
         with suppress(OSError), self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
@@ -240,8 +245,8 @@ class RunDirectory:
         self.path = path
         self.settings = settings
         self.first_step = 1
-        self.log_file = RunLog(path / LOG)
         self._lock: tuple[int, int] | None = None
+        self.log_file = RunLog(path / LOG, self._is_here)
 
     @classmethod
     def create(

@@ -582,7 +582,7 @@ def check_held_out(config: RunConfig, train: Sequence[Problem], held_out: Sequen
         return
 
     def content(problem: Problem) -> str:
-        return repr((problem.prompt, problem.columns.get(COMPLETIONS)))
+        return repr((problem.prompt, [image.name for image in problem.images], problem.columns.get(COMPLETIONS)))
 
     # Collect only training problems that are held out too: the training data may be large.
     contents = {content(problem) for problem in held_out}
@@ -594,6 +594,21 @@ def check_held_out(config: RunConfig, train: Sequence[Problem], held_out: Sequen
             "generalization",
             len(both), len(held_out), both[0],
         )  # fmt: skip
+
+
+def check_image_engine(config: RunConfig) -> None:
+    """Check that the engine of a run takes pictures.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    engine, _ = engine_class(config.rollout, model_path(config), config.model)
+    if not engine.supports_images:
+        others = " or ".join(name for name, kind in ENGINES.items() if kind.supports_images)
+        raise ConfigError(
+            f"rollout.engine={config.rollout.engine}: {engine.__name__} does not take pictures, and the data have "
+            f"some: use rollout.engine={others}"
+        )
 
 
 def check_images(config: RunConfig, images: ImageStore | None, algorithm: Algorithm, path: str | None) -> None:
@@ -614,13 +629,7 @@ def check_images(config: RunConfig, images: ImageStore | None, algorithm: Algori
             raise ConfigError(f"{key}: {why or 'no row of the data has a picture'}; remove the key")
         return
     if config.kind == "rl":
-        engine, _ = engine_class(config.rollout, model_path(config), model)
-        if not engine.supports_images:
-            others = " or ".join(name for name, kind in ENGINES.items() if kind.supports_images)
-            raise ConfigError(
-                f"rollout.engine={config.rollout.engine}: {engine.__name__} does not take pictures, and the data have "
-                f"some: use rollout.engine={others}"
-            )
+        check_image_engine(config)
     if config.kind == "reward-model":
         raise ConfigError("algorithm.name=reward_model: reward models read text alone; remove the pictures of the data")
     if "values" in algorithm.needs | algorithm.outputs:
@@ -638,6 +647,8 @@ def check_images(config: RunConfig, images: ImageStore | None, algorithm: Algori
         )
     if model.pack_rows:
         raise ConfigError("model.pack_rows=true: rows with pictures are padded; remove it")
+    if config.sft is not None and config.sft.packing is not None:
+        raise ConfigError(f"sft.packing={config.sft.packing}: rows with pictures are not put together; remove it")
     if needs_teacher(algorithm) and config.teacher is not None:
         theirs = model_config_only(config.teacher.path, model.trust_remote_code)
         ours = model_config_only(str(path), model.trust_remote_code)

@@ -16,6 +16,7 @@ from atomrl.data.tasks import (
     find_generator,
     generate,
     normalise_content,
+    row_content,
     row_split,
     run_operation,
 )
@@ -29,7 +30,7 @@ def test_rows_are_seeded_distinct_and_complete(task):
     rows = generate(task, 200, seed=1)
     assert rows == generate(task, 200, seed=1) and rows[:50] == generate(task, 50, seed=1)
     assert rows != generate(task, 200, seed=2)
-    assert len({normalise_content(row["prompt"]) for row in rows}) == 200
+    assert len({row_content(row) for row in rows}) == 200
     assert all(row["ground_truth"] and row["data_source"] for row in rows)
 
 
@@ -37,7 +38,7 @@ def test_rows_are_seeded_distinct_and_complete(task):
 def test_splits_are_disjoint_whatever_the_seed(task):
     train = [row for seed in range(3) for row in generate(task, 300, seed=seed)]
     held_out = [row for seed in range(3) for row in generate(task, 50, seed, "eval")]
-    contents, others = ({normalise_content(row["prompt"]) for row in rows} for rows in (train, held_out))
+    contents, others = ({row_content(row) for row in rows} for rows in (train, held_out))
     assert not contents & others
     assert {row_split(task, row) for row in train} == {"train"} and {row_split(task, row) for row in held_out} == {
         "eval"
@@ -123,7 +124,7 @@ def test_the_space_is_large(task):
 
     make, rng = find_generator(task).make, random.Random(0)
     most = 80 if task == "places" else 30
-    assert 2000 - len({normalise_content(make(rng)["prompt"]) for _ in range(2000)}) < most
+    assert 2000 - len({row_content(make(rng)) for _ in range(2000)}) < most
 
 
 needs_reasoning_gym = pytest.mark.skipif(

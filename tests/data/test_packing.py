@@ -7,8 +7,8 @@ import pytest
 
 from atomrl.config import DataConfig
 from atomrl.data.files import DataError
-from atomrl.data.offline import Example, TokenizedSamples, demonstration_reader
-from atomrl.data.packing import packed
+from atomrl.data.offline import TokenizedSamples, demonstration_reader
+from atomrl.data.packing import Example, packed
 from atomrl.data.problems import DataProcessor, load_problems
 from atomrl.models.loading import load_tokenizer
 from tests.tiny import make_tiny_model

@@ -58,3 +58,5 @@ def test_it_holds_no_secret_and_ends_no_run(tmp_path, monkeypatch):
     RunLog(tmp_path / LOG).note("asked with hunter2-secret: a token is 4 characters")
     assert "asked with [redacted]: a token is 4 characters" in (tmp_path / LOG).read_text()
     RunLog(tmp_path / "gone" / LOG).note("nowhere to write")
+    RunLog(tmp_path / "replaced.txt", lambda: False).note("the folder is of another run")
+    assert not (tmp_path / "replaced.txt").exists()

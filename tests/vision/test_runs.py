@@ -131,6 +131,8 @@ REFUSED = {
     "vllm": ({"rollout": {"engine": "vllm"}}, "rollout.engine=vllm: VLLMEngine does not take pictures"),
     "critic": ({"algorithm": {"name": "ppo"}}, "critic"),
     "packed": ({"model": {"pack_rows": True}}, "model.pack_rows=true: rows with pictures are padded"),
+    "packing": ({"sft": {"packing": "bfd"}, "train": {"max_row_tokens": 200}, "rollout": None, "reward": None},
+                "sft.packing=bfd: rows with pictures are not put together"),
     "megatron": ({"backend": {"type": "megatron", "ranks": 2}}, "backend.type=megatron: trains on text alone"),
     "sequence": ({"backend": {"type": "fsdp", "ranks": 2, "sequence": 2}}, "backend.sequence, backend.tensor: rows"),
     "reward_model": ({"algorithm": {"name": "reward_model"}, "rollout": None, "reward": None},
@@ -144,6 +146,8 @@ def test_what_takes_text_alone_is_refused_before_weights_are_read(folder, case, 
     sections, message = REFUSED[case]
     if case == "reward_model":
         sections = sections | {"data": {"train": str(folder / "dpo.jsonl")}}
+    if case == "packing":
+        sections = sections | {"data": {"train": str(folder / "sft.jsonl")}}
     if case == "no_picture":
         (folder / "rl.jsonl").write_text(json.dumps(ROWS[2] | {"images": []}))
     if case == "vllm":
