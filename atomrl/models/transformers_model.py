@@ -227,7 +227,7 @@ BOTH_WAYS = ("cpmant", "paligemma", "xlm", "xlnet")
 """Model types with a causal class that reads its prompt in both directions."""
 FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_mup_width_multiplier")
 SOFT_CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap", "ngram")
-"""Names of what changes logits after the output matrix, in the configs of transformers; ProphetNet has several of each."""
+"""Names of what changes logits after the output matrix, in the configs of transformers (the last is ProphetNet's)."""
 
 
 def logit_factors(config: Any) -> list[float]:

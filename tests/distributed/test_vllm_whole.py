@@ -22,6 +22,7 @@ from tests.models.test_whole_models import FAMILIES, TEXT
 from tests.tiny import make_tiny_tokenizer
 
 pytestmark = [
+    pytest.mark.short,
     pytest.mark.usefixtures("vllm"),
     pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's class imports torchvision"),
 ]
