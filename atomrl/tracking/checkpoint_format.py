@@ -66,7 +66,9 @@ def read_counts(folder: Path) -> Counts:
     """
     state = folder / STATE_FOLDER
     if not (state / COUNTS).is_file():
-        raise ConfigError(f"{folder} has no {STATE_FOLDER}/{COUNTS}: it has no state from which a run can be resumed")
+        raise ConfigError(
+            f"{folder} is not a checkpoint from which a run can be resumed: it has no {STATE_FOLDER}/{COUNTS}"
+        )
     counts = _read(state / COUNTS)
     if (separate := state / f"{CRITIC}{COUNTS}").is_file():
         critic = _read(separate).skipped_in_a_row

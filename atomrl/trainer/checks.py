@@ -647,8 +647,6 @@ def check_images(config: RunConfig, images: ImageStore | None, algorithm: Algori
         )
     if model.pack_rows:
         raise ConfigError("model.pack_rows=true: rows with pictures are padded; remove it")
-    if config.sft is not None and config.sft.packing is not None:
-        raise ConfigError(f"sft.packing={config.sft.packing}: rows with pictures are not put together; remove it")
     if needs_teacher(algorithm) and config.teacher is not None:
         theirs = model_config_only(config.teacher.path, model.trust_remote_code)
         ours = model_config_only(str(path), model.trust_remote_code)

@@ -82,7 +82,11 @@ class _Shell:
         code = _cell_code(f"%%{name} {line}\n{cell}", left_out)
         for each in left_out:
             print(f"{self._script}: left out: {each}", file=sys.stderr)
-        exec(compile(code, str(self._script), "exec"), vars(sys.modules["__main__"]))
+        names = vars(sys.modules["__main__"])
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "cell.py").write_text(code, encoding="utf-8")
+            after = runpy.run_path(f"{folder}/cell.py", names)
+        names.update({name: value for name, value in after.items() if not name.startswith("__")})
 
 
 def run_script(script: Path, arguments: Sequence[str], dry_run: bool = False, config_out: Path | None = None) -> int:

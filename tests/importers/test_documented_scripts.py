@@ -127,8 +127,8 @@ def test_other_hardware_is_planned_with_its_price(offline: Path) -> None:
 def test_sizes_that_do_not_divide_are_adapted_and_reported(offline: Path) -> None:
     code, tree, lines = planned("verl_gsm8k_grpo.sh", "--memory", "12GiB")
     assert code == 0 and "changed for it: " in lines[1]
-    assert tree["model"]["quantization"] == "nf4"  # type: ignore[index]
-    assert any("model.quantization=nf4 " in line and "GiB less" in line for line in lines)
+    assert tree["train"]["optimizer"] == "adamw8bit"  # type: ignore[index]
+    assert any("train.optimizer=adamw8bit " in line and "GiB less" in line for line in lines)
 
 
 def test_several_cards_keep_the_shards(offline: Path) -> None:

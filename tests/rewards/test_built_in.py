@@ -127,6 +127,7 @@ def test_rewards_of_this_process_cannot_be_kept_busy(name):
     for unit in UNITS:
         text = "<think>\n<answer>" + unit * (100_000 // len(unit))
         columns = {"ground_truth": ["18"] * 2, "numbers": [[9, 9]] * 2, "completion_tokens": [9] * 2}
+        columns |= {"completion_ids": [[1]] * 2, "eos_token_id": 1}
         started = time.process_time()
         REWARDS[name]([""] * 2, [text, text + "\n</answer>"], **columns)
         assert time.process_time() - started < 2, unit

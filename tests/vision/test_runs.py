@@ -132,7 +132,7 @@ REFUSED = {
     "critic": ({"algorithm": {"name": "ppo"}}, "critic"),
     "packed": ({"model": {"pack_rows": True}}, "model.pack_rows=true: rows with pictures are padded"),
     "packing": ({"sft": {"packing": "bfd"}, "train": {"max_row_tokens": 200}, "rollout": None, "reward": None},
-                "sft.packing=bfd: rows with pictures are not put together"),
+                "sft.packing: rows with pictures are not packed"),
     "megatron": ({"backend": {"type": "megatron", "ranks": 2}}, "backend.type=megatron: trains on text alone"),
     "sequence": ({"backend": {"type": "fsdp", "ranks": 2, "sequence": 2}}, "backend.sequence, backend.tensor: rows"),
     "reward_model": ({"algorithm": {"name": "reward_model"}, "rollout": None, "reward": None},
@@ -154,7 +154,7 @@ def test_what_takes_text_alone_is_refused_before_weights_are_read(folder, case, 
         monkeypatch.setattr(VLLMEngine, "package", None)  # it need not be installed to be refused
     (folder / "model" / "model.safetensors").unlink()
     made = config(folder, **sections)
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(DataError if case == "packing" else ConfigError) as error:
         prepare_run(made, {"bright": bright} if made.kind == "rl" else None)
     assert message in str(error.value)
 
