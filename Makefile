@@ -29,7 +29,8 @@ quickstart quickstart-search quickstart-python: install
 	$(BIN)/atomrl train configs/$(subst -,_,$@)_sft.yaml
 	$(BIN)/atomrl train configs/$(subst -,_,$@).yaml
 
-# A tiny vision-language model learns to answer questions about drawn shapes; then the control, with pictures shuffled.
+# SFT, then GRPO, of a tiny vision-language model on questions about drawn shapes; then the control, GRPO with other pictures.
+# Not measured yet: it has not been run to its end.
 quickstart-vision: install
 	$(BIN)/python $(INSTALL) -c constraints.txt -e ".[vision]"
 	for run in $@-warm-start $@ $@-shuffled; do \

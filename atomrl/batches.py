@@ -11,7 +11,7 @@ A token tensor is indexed by the token itself: `logprobs[b, t] = log p(tokens[b,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -29,6 +29,12 @@ class RowImages:
 
     rows: tuple[tuple[Image, ...], ...]
     """[B]"""
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[Image, ...]]) -> RowImages | None:
+        """Return the pictures of rows; None if no row has any."""
+        images = tuple(rows)
+        return cls(images) if any(images) else None
 
     def select(self, index: Tensor) -> RowImages:
         """Select the rows at `index`."""

@@ -19,13 +19,26 @@ SOURCES = {"trl": "atomrl.trl", "unsloth": "atomrl.trl.unsloth"}
 """Package -> the module with its names."""
 
 
+def absent(package: str, name: str, reason: str) -> Exception:
+    """Return the error for a name of `package` (TRL, unsloth) that AtomRL's module with its names lacks."""
+    text = f"AtomRL has no {name} of {package}{reason}"
+    if name[0].isupper():
+        return ImportError(text, name=package.lower())
+    return AttributeError(text)  # inspection asks for such names (pytest), and takes no other error for an answer
+
+
 class _Served(ModuleType):
     """A module of `trl` or `unsloth`, whose names are those of one module of AtomRL."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(importlib.import_module(SOURCES[self.__name__.partition(".")[0]]), name)
+        package = self.__name__.partition(".")[0]
+        try:
+            return getattr(importlib.import_module(SOURCES[package]), name)
+        except AttributeError as error:
+            # of `from trl import name`, Python would make an empty submodule, as the finder knows them all
+            raise ImportError(str(error), name=package) from None
 
 
 class Finder(MetaPathFinder, Loader):

@@ -140,7 +140,7 @@ class Image:
     """Height and width in pixels, turned as EXIF says."""
     width: int
     source: str = field(default="", compare=False)
-    """Where it came from: a path, or the place of the row that contains it."""
+    """Origin: a path, or the place of the row that contains it."""
     folder: str = field(default="", compare=False)
     """Folder of the run's pictures."""
 

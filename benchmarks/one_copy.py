@@ -17,6 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))  # after PYTHONPATH
+
 import torch
 
 ROWS, PROMPT, LIMIT = 4, 16, 8
@@ -64,21 +66,16 @@ def tensor_bytes() -> int:
     return sum(sizes.values())
 
 
-def status(name: str) -> int:
-    """Read a size of this process."""
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
-    return int(line.split()[1]) * 1024
-
-
 def measure(folder: Path, base: str) -> dict[str, int]:
     """Train in this process; return bytes."""
     import bitsandbytes  # noqa: F401  (imported first, so that it counts as an import)
     import peft  # noqa: F401
 
     import atomrl
+    from atomrl.models.memory import process_memory
     from atomrl.trainer import rl
 
-    imported, held = status("VmRSS"), list[int]()
+    imported, held = process_memory("VmRSS"), list[int]()
     transfer = rl.InProcessTransfer.__call__
 
     def counted(self: Any, version: int) -> None:
@@ -102,7 +99,7 @@ def measure(folder: Path, base: str) -> dict[str, int]:
     loaded = load_config(config | {"reward": {"functions": [{"function": "strict_math"}]}})
     plan = planning.memory_by_phase(loaded, algorithm_of(loaded), device="cpu")
     planned = plan.resident + max(plan.phases.values())
-    return {"held": held[0], "stays": plan.resident, "peak": status("VmHWM") - imported, "planned": planned}
+    return {"held": held[0], "stays": plan.resident, "peak": process_memory("VmHWM") - imported, "planned": planned}
 
 
 def main() -> None:

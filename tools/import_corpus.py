@@ -27,16 +27,8 @@ def fetch(checkouts: Path) -> None:
         folder = checkouts / name.replace("/", "+")
         if not commit or folder.exists():
             continue
-        clone = [
-            "git",
-            "clone",
-            "--quiet",
-            "--filter=blob:none",
-            "--no-checkout",
-            f"https://github.com/{name}",
-            str(folder),
-        ]
-        subprocess.run(clone, check=True)
+        clone = ["git", "clone", "--quiet", "--filter=blob:none", "--no-checkout"]
+        subprocess.run([*clone, f"https://github.com/{name}", str(folder)], check=True)
         subprocess.run(["git", "-C", str(folder), "checkout", "--quiet", commit], check=True)
 
 
@@ -63,7 +55,9 @@ def result(path: Path) -> tuple[str, str]:
     try:
         imported = import_config(path, out="out.yaml")
     except ConfigError as error:
-        return "refused", re.sub(r"\s+", " ", str(error).replace(str(path), path.name))[:140].replace("|", "\\|")
+        return "refused", re.sub(r"\s+", " ", str(error).replace(str(path), path.name))[:140].rstrip().replace(
+            "|", "\\|"
+        )
     count = len(imported.to_do)
     return ("left to you" if count else "imported"), f"{imported.config.kind}" + f", {count} to do" * bool(count)
 

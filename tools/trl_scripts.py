@@ -441,8 +441,9 @@ def page(results: Sequence[tuple[str, str, str]]) -> str:
         "# Public scripts through `atomrl run`", "",
         "Written by `tools/trl_scripts.py`. Each file runs unchanged on a CPU; its models are tiny ones with random",
         "weights, its data sets made-up rows with the same columns, and a training is cut to two steps. *ran*: these",
-        "and on to its end; *refused*: AtomRL's error before training; *failed*: its own error, mostly a package,",
-        "a file or a service that is not there, or no training at all.", "",
+        "and on to its end; *refused*: AtomRL's error before both steps were done; *failed*: its own error, mostly a",
+        "package, a file, a service or a value of a row that is not there. The first table counts all other results",
+        "(*no training*, *no script*) as *failed*.", "",
         row(["repository", "files", *kinds]), "|---|---|---|---|---|", *map(row, counted), "",
         row(["file", "result", "reason"]), "|---|---|---|", *files, "",
     ])  # fmt: skip

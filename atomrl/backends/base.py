@@ -478,6 +478,8 @@ class BaseBackend(ABC):
     """False: the models of different roles compute one after the other."""
     has_full_weights = True
     """True if parameters are unsharded tensors, as an algorithm's own update requires."""
+    supports_images = True
+    """True if rows may have pictures."""
     ranks_per_row = 1
     """Ranks that compute the same rows: each its share of the tokens, of the layers or of their matrices."""
     retries_out_of_memory = True
@@ -725,6 +727,7 @@ class BaseBackend(ABC):
         """
         group_ids, max_rows = rows.unit_ids(unit), self.train.rows_per_micro_batch
         replicas, replica = self.collective.world // self.ranks_per_row, self.collective.rank // self.ranks_per_row
+        costs = self._costs(rows)
         while True:
             # Split the rows into micro-batches for all ranks, and take those of this rank.
             no_grad_tokens = None if gradient else self.tokens_without_gradient
@@ -732,8 +735,8 @@ class BaseBackend(ABC):
             if units is None and self.policy.model.shares_prompts:
                 # Keep the rows of a group together, so that their prompt is computed once.
                 rows_per_piece = min(max_rows or rows.rows, -(-rows.rows // replicas))
-                units = group_pieces(self._costs(rows), rows.group_ids, tokens, rows_per_piece)
-            split = micro_batches(self._costs(rows), units, tokens, max_rows, replicas)
+                units = group_pieces(costs, rows.group_ids, tokens, rows_per_piece)
+            split = micro_batches(costs, units, tokens, max_rows, replicas)
             mine = split[replica::replicas]
             mine += [torch.tensor([], dtype=torch.long)] * (self.collective.max(len(mine)) - len(mine))
             # `round_once` lets micro-batches share one rounded copy of the weights.

@@ -86,7 +86,7 @@ class MegatronBackend(BackgroundCheckpoints):
         ConfigError: Megatron does not support the model or the config.
     """
 
-    has_full_weights, retries_out_of_memory = False, False
+    has_full_weights = retries_out_of_memory = supports_images = False
 
     @staticmethod
     def check(settings: MegatronConfig, model: ModelConfig, shapes: Mapping[str, Any], device: str) -> None:

@@ -52,6 +52,7 @@ from atomrl.weight_sync.channels import LOOPBACK, open_store
 
 Build = Callable[[Ranks, torch.device], TrainingBackend]
 CONTENTS = "contents of "
+"""Prefix of the keys of hashes in `given`, before a path."""
 EXIT_S, REPORT_S, POLL_S = 10.0, 1.0, 0.2
 """Seconds that a worker process gets to exit, that a failed collective gets to report a death before the watcher does,
 and between two looks of the watcher."""
@@ -66,6 +67,9 @@ class RankedKind(Protocol):
 
     `settings` is the config section of the back end.
     """
+
+    supports_images: bool
+    """True if rows may have pictures; if not, data with pictures are refused."""
 
     def __call__(self, settings: Any, **named: Any) -> TrainingBackend:
         """Create the back end of this rank; `named` are arguments of `BaseBackend`."""

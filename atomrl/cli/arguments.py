@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,10 +113,15 @@ def key_help(key: str) -> str:
         >>> key_help("eval.top_k")
         'sample from the k most likely tokens; 0 keeps all (default 0)'
     """
-    described = {item["key"]: item for item in json.loads(KEYS.read_text(encoding="utf-8"))}
-    about, default = described[key]["about"], described[key].get("default")
+    item = _described()[key]
+    about, default = item["about"], item.get("default")
     text = f"{about[:1].lower()}{about[1:]}" + (f" (default {default})" if default is not None else "")
     return text.replace("%", "%%")
+
+
+@cache
+def _described() -> dict[str, Any]:
+    return {item["key"]: item for item in json.loads(KEYS.read_text(encoding="utf-8"))}
 
 
 @contextmanager

@@ -96,11 +96,14 @@ def train(arguments: argparse.Namespace) -> int:
         header = (
             [] if arguments.quiet else [place, *settings, "", *prepared.describe_batch(), prepared.describe_ranks()]
         )
-        QUIET.set(arguments.quiet)
-        with hang_watch(prepared.config):
-            summary = run_to_end(
-                prepared, partial(prepare_run, config), arguments.resume, allow_changes=changes, header=header
-            )
+        before = QUIET.set(arguments.quiet)
+        try:
+            with hang_watch(prepared.config):
+                summary = run_to_end(
+                    prepared, partial(prepare_run, config), arguments.resume, allow_changes=changes, header=header
+                )
+        finally:
+            QUIET.reset(before)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(resume_hint(config, arguments)) from None
     except RuntimeError as error:

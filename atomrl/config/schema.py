@@ -368,7 +368,7 @@ class DataConfig(Section):
     train_size: int | None = Field(None, ge=1)
     """Number of problems that a generator makes, or of rows to use from a file."""
     eval_size: int | None = Field(None, ge=1)
-    """As `train_size`, for `eval`."""
+    """Number of held-out problems that a generator makes, or of rows to use from the file of `eval`."""
     generator_args: dict[str, Any] = {}
     """Arguments of the generator."""
     prompt_field: str = "prompt"

@@ -38,7 +38,7 @@ MOST_PIXELS = 100_000_000
 STARTS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "Qk0")
 """First characters of PNG, JPEG, GIF, WebP and BMP files in base64."""
 INDEX = "index.json"
-"""File in the folder of pictures: source -> name, for a resumed run whose sources are gone."""
+"""File in the folder of pictures: path -> name, for a resumed run whose files are gone."""
 PATCH_BYTES = 256 << 20
 """Bytes of pictures that an `ImageReader` keeps as patches."""
 
@@ -116,7 +116,8 @@ class ImageStore:
         self._images: dict[str, Image] = {}
         self._read: dict[Path, tuple[tuple[int, int], Image]] = {}
         """File -> its time and size, and the picture: a data set may name a file in many rows."""
-        self._sources: dict[str, str] = {}
+        self._paths: dict[str, str] = {}
+        """Path -> name, of the pictures that are in files of their own."""
         self._stored: dict[str, str] = {}
         with suppress(OSError, ValueError):
             self._stored = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
@@ -201,6 +202,7 @@ class ImageStore:
                 raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
             return self._checked(kept.read_bytes(), str(path))
         image = self._checked(content, str(path))
+        self._paths[str(path)] = image.name
         self._read[path] = (status.st_mtime_ns, status.st_size), image
         self._contents.setdefault(image.name, path)
         return image
@@ -209,11 +211,12 @@ class ImageStore:
         """Return the reference of a picture, which is decoded once to see that it can be."""
         digest, picture = hashlib.sha256(content).hexdigest(), opened(content)
         name = f"{digest}.{SUFFIXES[picture.format]}"
-        self._sources[source] = name
         if name not in self._images:
             if not (self.folder / name).is_file():  # else an earlier attempt of the run has decoded it
                 decoded(content)
-            turned = picture.getexif().get(0x0112, 1) > 4
+            if picture.format == "TIFF":
+                picture.load()  # which turns it
+            turned = picture.getexif().get(0x0112) in (5, 6, 7, 8)
             width, height = reversed(picture.size) if turned else picture.size
             image = Image(name=name, height=height, width=width, source=source, folder=str(self.folder.absolute()))
             if self.reader is not None:
@@ -238,14 +241,14 @@ class ImageStore:
         return content
 
     def write(self) -> None:
-        """Write the pictures that the folder does not have yet, and where they came from."""
+        """Write the pictures that the folder does not have yet, and the paths that they came from."""
         if not self._images:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in self._images:
             if not (self.folder / name).is_file():
                 write_bytes(self.folder / name, self.content(name))
-        if self._stored != (known := self._stored | self._sources):
+        if self._stored != (known := self._stored | self._paths):
             write_bytes(self.folder / INDEX, json.dumps(known, indent=1).encode())
             self._stored = known
 
@@ -352,7 +355,7 @@ class ImageReader:
 
     @property
     def settings(self) -> str:
-        """What tokens and patches depend on besides the picture."""
+        """Settings on which tokens and patches depend, besides the picture."""
         file = Path(self.model) / "preprocessor_config.json"
         return f"{self.limits} {file.read_text(encoding='utf-8') if file.is_file() else ''}"
 
@@ -381,7 +384,7 @@ class ImageReader:
         Raises:
             DataError: there are more or fewer such tokens than pictures; without the place.
         """
-        found = ids.count(self.image_token) if isinstance(ids, list) else [*ids].count(self.image_token)
+        found = ids.count(self.image_token)
         if found != len(images):
             raise DataError(f"the text has {found} places of pictures after rendering, and {len(images)} pictures")
         rest = iter(images)

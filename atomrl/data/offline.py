@@ -499,9 +499,7 @@ def rows_from_tokens(
         prompt_lengths=torch.tensor([example.prompt_length for _, example, _ in examples]),
         group_ids=torch.tensor([group for group, _, _ in examples]),
         rewards=torch.zeros(len(examples)),
-        images=RowImages(tuple(example.images for _, example, _ in examples))
-        if any(example.images for _, example, _ in examples)
-        else None,
+        images=RowImages.of(example.images for _, example, _ in examples),
         truncated=torch.tensor([len(one.tokens) > len(row) for row, (_, one, _) in zip(rows, examples, strict=True)]),
         preference=preference,
     )

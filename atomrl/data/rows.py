@@ -140,9 +140,7 @@ def to_rows(
         truncated=torch.tensor(truncated, dtype=torch.bool),
         cut=torch.tensor([row.cut for row in rows], dtype=torch.bool) if cut_trajectories else None,
         trajectory_index=_integers(row.index for row in rows),
-        images=RowImages(tuple(item.problem.images for item in items))
-        if any(item.problem.images for item in items)
-        else None,
+        images=RowImages.of(item.problem.images for item in items),
         rollout=RolloutFields(
             logprobs=None
             if any(part.logprobs is None for item in items for part in _model_segments(item))

@@ -48,7 +48,7 @@ def make(rng: random.Random, kinds: str = "count,compare", shuffled: bool = Fals
     """
     known = ("count", "compare")
     chosen = kinds.split(",")
-    if not chosen or not {*chosen} <= {*known}:
+    if not {*chosen} <= {*known}:
         raise ValueError(f"kinds={kinds!r}: use {', '.join(known)}, or both with a comma")
     scene, kind = draw_scene(rng), rng.choice(chosen)
     if kind == "count":

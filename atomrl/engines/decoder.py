@@ -369,9 +369,9 @@ class QuantizedStack(WideLinear):
 
     def _make_store(self, compute: torch.dtype, device: torch.device) -> None:
         assert self.shared is not None
-        self.layers = [self.shared.base.modules[name.removesuffix(".weight")] for name in self.shared.names]
-        kinds = {cast(QuantizedLinear, layer).kind for layer in self.layers}
-        self.fused = kinds == {"nf4"} and compute != torch.float32
+        modules = (self.shared.base.modules[name.removesuffix(".weight")] for name in self.shared.names)
+        self.layers = [cast(QuantizedLinear, module) for module in modules]
+        self.fused = {layer.kind for layer in self.layers} == {"nf4"} and compute != torch.float32
         """Few rows are multiplied by the codes themselves, where there are kernels for it."""
         self.own_b = torch.zeros(self.outputs, self.columns, dtype=compute, device=device)
         self.shared.base.bytes += self.outputs * self.inputs * compute.itemsize
@@ -391,7 +391,7 @@ class QuantizedStack(WideLinear):
         """The dequantized weights and scale x B, [out, in + columns], until another layer is used."""
         store = self.scratch.view(self.outputs, self.inputs + self.columns, self.own_b)
         for part, layer in zip(self.parts, self.layers, strict=True):
-            cast(QuantizedLinear, layer).weight_in(store.dtype, out=store[part, : self.inputs])
+            layer.weight_in(store.dtype, out=store[part, : self.inputs])
         store[:, self.inputs :] = self.own_b
         return store
 
@@ -415,7 +415,7 @@ class QuantizedStack(WideLinear):
 
     def weight_of(self, part: int) -> Tensor:
         """Return a projection's dequantized weight [out, in]."""
-        return cast(QuantizedLinear, self.layers[part]).weight_in(self.own_b.dtype)
+        return self.layers[part].weight_in(self.own_b.dtype)
 
 
 @dataclass

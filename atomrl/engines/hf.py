@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -58,7 +59,6 @@ class HFEngine(RequestEngine):
         super().__init__(tokenizer, getattr(text_config(model.config), "max_position_embeddings", 2**31))
         self.model, self.eos, self.max_concurrent_completions = model, eos, max_concurrent_completions
         self.adapters: dict[str, Adapter] = {}
-        self._own_names = {published: own for own, published in published_names(model).items()}
         self.vision = None if images is None else Vision(model, images)
         head = model.get_output_embeddings()
         if head.weight.dtype.itemsize < 4:
@@ -68,6 +68,7 @@ class HFEngine(RequestEngine):
     def from_pretrained(cls, path: str, tokenizer: Any, options: EngineOptions) -> Self:
         """Load any causal language model that transformers supports."""
         model = load_transformers(path, options.dtype, options.trust_remote_code).to(options.device).eval()
+        model.requires_grad_(False)  # `Vision` keeps the features of a tower that is not trained
         eos = eos_token_ids(base_path(path), model.config, tokenizer)
         # Ignore the checkpoint's own sampling settings, such as Qwen's repetition penalty and top-k.
         model.generation_config = GenerationConfig()
@@ -81,10 +82,9 @@ class HFEngine(RequestEngine):
     def update_weights(self, update: WeightUpdate) -> None:
         """Copy new weights in place; adapters are added to their layers' outputs. No KV cache outlives a `poll`."""
         own = published_weights(self.model)
-        if self.vision is not None:
+        copied = [own[name].copy_(tensor) for name, tensor in update.tensors]
+        if copied and self.vision is not None:  # adapters alone leave the tower as it is
             self.vision.forget()
-        for name, tensor in update.tensors:
-            own[name].copy_(tensor)
         for name in self.adapters:
             del self._layer(name).forward
         device = self.model.device
@@ -101,6 +101,11 @@ class HFEngine(RequestEngine):
             layer = self._layer(name)
             layer.forward = _adapted(layer, adapter)
         self.version = update.version
+
+    @cached_property
+    def _own_names(self) -> dict[str, str]:
+        """Name of each weight in the model, by its published name."""
+        return {published: own for own, published in published_names(self.model).items()}
 
     def _layer(self, name: str) -> Any:
         """Return the layer that has a weight."""

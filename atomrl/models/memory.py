@@ -25,16 +25,21 @@ _SUFFIXES = ("-Instruct", "-it", "-pt", "-Base", "-SFT", "-DPO")
 
 
 @cache
-def _table() -> dict[str, dict[str, Any]]:
-    """Return config fields, with `model_type`, by hub name in lower case."""
+def _entries() -> list[tuple[list[str], dict[str, Any]]]:
+    """Return the hub names of each shape, and its config fields with `model_type`."""
     file = yaml.safe_load((files("atomrl.models") / "known_shapes.yaml").read_text(encoding="utf-8"))
-    table: dict[str, dict[str, Any]] = {}
+    entries = []
     for entry in file["models"]:
         kind, names = entry.pop("type"), entry.pop("names")
         sizes = dict(zip(file["columns"], entry.pop("shape"), strict=True))
-        fields = {"model_type": kind, **file["families"].get(kind, {}), **sizes, **entry}
-        table |= {name.lower(): fields for name in names}
-    return table
+        entries.append((names, {"model_type": kind, **file["families"].get(kind, {}), **sizes, **entry}))
+    return entries
+
+
+@cache
+def _table() -> dict[str, dict[str, Any]]:
+    """Return config fields by hub name in lower case."""
+    return {name.lower(): fields for names, fields in _entries() for name in names}
 
 
 @cache
@@ -45,8 +50,7 @@ def known_shapes() -> dict[str, Any]:
         >>> known_shapes()["Qwen/Qwen2.5-7B"].hidden_size
         3584
     """
-    file = yaml.safe_load((files("atomrl.models") / "known_shapes.yaml").read_text(encoding="utf-8"))
-    return {entry["names"][0]: known_shape(entry["names"][0]) for entry in file["models"]}
+    return {first: known_shape(first) for (first, *_), _ in _entries()}
 
 
 def known_shape(path: str | Path) -> Any | None:

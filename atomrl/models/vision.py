@@ -41,7 +41,7 @@ def why_no_images(config: Any, path: object) -> str | None:
     """Return why a model cannot be trained on pictures; None if it can."""
     if config.model_type in FAMILIES and getattr(config, "vision_config", None) is not None:
         return None
-    kinds = "Qwen2.5-VL, Qwen3-VL and Qwen3.5"
+    kinds = "Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5"
     if getattr(config, "vision_config", None) is None:
         return f"{path} ({config.model_type}) reads text alone; use a model with a vision tower ({kinds})"
     return f"{path} ({config.model_type}) is trained on text alone here; pictures need {kinds}"
@@ -106,7 +106,7 @@ class Vision:
         if not flat:
             return {}
         distinct = {image.name: image for image in flat}
-        found: dict[str, tuple[Any, Tensor]] = {}
+        found: dict[str, tuple[Any, Tensor]]
         if self.trained and torch.is_grad_enabled():
             found = dict(zip(distinct, self._computed([*distinct.values()], tokens.device), strict=True))
         else:

@@ -291,8 +291,8 @@ class Recorder:
         self._completions = rows
         if self.tracking.save_rollouts:
             self.directory.write_rows(step, rows, "train")
-            samples = [redacted({name: row[name] for name in TABLE_COLUMNS}) for row in rows[:MAX_SAMPLES]]
-            self._send(step, lambda sink: sink.log_samples(samples, step))
+            samples = [{name: row[name] for name in TABLE_COLUMNS} for row in rows[:MAX_SAMPLES]]
+            self._send(step, lambda sink: sink.log_samples(redacted(samples), step))
         if every and rows and (step == 1 or step % every == 0):
             self.progress.show_completions(step, rows)
 

@@ -3,7 +3,6 @@
 No other module knows the concrete classes of engines and back ends: a new one is a line in `ENGINES` or `RANKED`.
 """
 
-import hashlib
 import json
 import logging
 import math
@@ -26,7 +25,7 @@ from atomrl.backends.ranks import CONTENTS, RankedKind, rank_count, start_actors
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.common.chat_template import set_template
 from atomrl.common.errors import reraise_as
-from atomrl.common.files import model_identity
+from atomrl.common.files import model_identity, sha256
 from atomrl.common.processes import launched
 from atomrl.config import BackendConfig, ConfigError, ModelConfig, RolloutConfig, RunConfig
 from atomrl.data.images import ImageReader, ImageStore
@@ -367,8 +366,7 @@ def given_to_rank(config: RunConfig) -> dict[str, Any]:
         return given
     files = [path for each in (data.train, data.eval) for path in ([each] if isinstance(each, str) else each or ())]
     for path in filter(os.path.isfile, files):
-        with open(path, "rb") as file:
-            given[CONTENTS + path] = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+        given[CONTENTS + path] = sha256(Path(path))[:16]
     if config.model.path is not None and os.path.isdir(config.model.path):
         given[CONTENTS + config.model.path] = model_identity(Path(config.model.path))[:16]
     return given

@@ -638,9 +638,9 @@ def check_images(config: RunConfig, images: ImageStore | None, algorithm: Algori
         )
     if algorithm.update is not None:
         raise ConfigError("algorithm.update: a trust region does not support pictures; use update: optimizer")
-    if backend is not None and backend.type != "fsdp":
+    if backend is not None and not ranked_kind(backend).supports_images:
         raise ConfigError(f"backend.type={backend.type}: trains on text alone; use backend.type=fsdp")
-    if backend is not None and backend.type == "fsdp" and backend.ranks_per_row > 1:
+    if backend is not None and backend.ranks_per_row > 1:
         raise ConfigError(
             "backend.sequence, backend.tensor: rows with pictures are not split over ranks; remove them (ranks then "
             "share the rows)"

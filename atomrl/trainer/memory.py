@@ -226,12 +226,11 @@ def _rollout_seconds(config: RunConfig, shape: Any, gpu: Gpu, compute: int) -> f
     read = min(total, active * batch)  # tokens run through different experts
     products = max(read * compute / bandwidth, 2 * active * batch / rate)
     if config.model.quantization and shares_base(config, shape, "cuda", compute):
-        dequantized = _dequantized_bytes(config, shape, compute)
         if config.model.quantization == "nf4" and batch <= FUSED_ROWS and compute < FLOAT32:
-            codes = dequantized - (total - ends(shape)) * compute + ends(shape) * compute
+            codes = (total - ends(shape)) * QUANTIZED["nf4"] + ends(shape) * compute
             products = max(codes / bandwidth, 2 * active * batch / rate) / FUSED_SHARE
         else:
-            products += dequantized / bandwidth
+            products += _dequantized_bytes(config, shape, compute) / bandwidth
     traffic = batch * (mean_context * 2 * layers * keys * compute + LOGIT_BYTES * vocab)
     layer = engine.layer_s + (engine.adapted_layer_s if config.model.lora else 0)
     layer = layer if gpu.bfloat16 else max(layer, PLAIN_LAYER_S)

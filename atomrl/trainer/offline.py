@@ -18,7 +18,6 @@ from atomrl.common.files import model_identity
 from atomrl.common.metrics import Metrics
 from atomrl.config import ConfigError, PreferenceConfig, PretrainConfig, RunConfig, SftConfig
 from atomrl.data.files import DataError
-from atomrl.data.images import ImageReader
 from atomrl.data.offline import TokenizedSamples, demonstration_reader, preference_reader, rows_from_tokens
 from atomrl.data.packing import Example
 from atomrl.data.problems import COMPLETIONS, DataProcessor, LoadReport, PromptStream, load_problems, read_system_prompt
@@ -96,7 +95,7 @@ class CompletionRun(OfflineRun):
 
     def __init__(self, config: RunConfig, tokenizer: Any, context: int | None) -> None:
         self.config, self.tokenizer, self.context = config, tokenizer, context
-        reader = self._image_reader()
+        reader = None if config.gpt is not None else image_reader(config, model_path(config))
         self.images = image_store(config, reader)
         self.processor = DataProcessor(tokenizer, config.data, today=started(config), images=reader)
         self.held_out = (
@@ -129,10 +128,6 @@ class CompletionRun(OfflineRun):
             train_on=self.config.sft.train_on if self.config.sft else "completions",
             packing=self.config.sft.packing if self.config.sft else None,
         )
-
-    def _image_reader(self) -> ImageReader | None:
-        """Return the reader of pictures; None for models that read text alone."""
-        return None if self.config.gpt is not None else image_reader(self.config, model_path(self.config))
 
     def _stops(self) -> tuple[int, ...]:
         path = model_path(self.config)

@@ -15,6 +15,7 @@ functions.
 
 from typing import Any
 
+from atomrl.redirect import absent
 from atomrl.trl.arguments import GRPOArgs
 from atomrl.trl.callbacks import LogCompletionsCallback, RichProgressCallback
 from atomrl.trl.configs import (
@@ -89,9 +90,7 @@ INSTEAD = {
 
 
 def __getattr__(name: str) -> Any:
-    if not name[0].isupper():  # asked for by inspection too (pytest); Python says that it is absent
-        raise AttributeError(f"AtomRL has no {name} of TRL")
     known = [each for each in INSTEAD if name.startswith(each)]
     there = f"; AtomRL has {INSTEAD[known[0]]}" if known else ""
     trainers = ", ".join(sorted(each for each in globals() if each.endswith("Trainer")))
-    raise ImportError(f"AtomRL has no {name} of TRL{there}. Trainers: {trainers}", name="trl")
+    raise absent("TRL", name, f"{there}. Trainers: {trainers}")

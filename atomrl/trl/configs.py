@@ -316,9 +316,8 @@ class TRLConfig(TrainingArguments, metaclass=_ConfigType):
             if name in OF_TRAINER:
                 raise ConfigError(f"{called} has no argument {name!r}: it is an argument of the trainer")
             raise ConfigError(f"{called} has no argument {name!r}; {did_you_mean(name, sorted(known))}")
-        for name in values.keys() - t.read_keys - OF_SCRIPT:
-            if name not in WITHOUT_MEANING:
-                raise t.refuse(name, values[name], "it has no counterpart")
+        if left := sorted(values.keys() - t.read_keys - OF_SCRIPT - WITHOUT_MEANING.keys()):
+            raise t.refuse(left[0], values[left[0]], "it has no counterpart")
         # Drop what the trainer's own arguments set, and follow this machine where the script does not choose.
         tree = {key: value for key, value in t.tree.items() if key not in ("run_name", "reward")}
         tree["data"] = {key: value for key, value in tree["data"].items() if key not in ("train", "answer_field")}

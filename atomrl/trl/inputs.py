@@ -148,37 +148,39 @@ def plain_rows(dataset: Any, name: str) -> DatasetRows:
     return rows
 
 
-def prompts_of_tokens(rows: DatasetRows, tokenizer: Any) -> DatasetRows:
-    """Return rows with the text of their `input_ids` as `prompt`; rows with a `prompt` unchanged.
+def prompts_of_tokens(rows: DatasetRows, tokenizer: Any, name: str) -> DatasetRows:
+    """Return rows with the text of their `input_ids` as `prompt`; rows without `input_ids` unchanged.
 
     Raises:
-        DataError: tokens do not come from their text.
+        DataError: tokens do not come from their text, or only some rows have them.
     """
     if "input_ids" not in rows[0]:
         return rows
-    texts = tokenizer.batch_decode([row["input_ids"] for row in rows], skip_special_tokens=False)
-    plain = tokenizer.batch_decode([row["input_ids"] for row in rows], skip_special_tokens=True)
     made = []
-    for place, (row, *both) in enumerate(zip(rows, plain, texts, strict=True)):
+    for place, row in enumerate(rows):
+        if "input_ids" not in row:
+            raise DataError(f"{name}[{place}]: input_ids are missing")
         ids = list(row["input_ids"])
         # a text begins with the tokens that the tokenizer adds, which are special
+        both = [tokenizer.decode(ids, skip_special_tokens=without) for without in (True, False)]
         text = next((one for one in both if tokenizer(one)["input_ids"] == ids), None)
         if text is None:
-            raise DataError(f"train_dataset[{place}]: input_ids are not the tokens of a text: {both[1]!r}")
+            raise DataError(f"{name}[{place}]: input_ids are not the tokens of a text: {both[1]!r}")
         made.append({**{key: row[key] for key in row if key not in ("input_ids", "attention_mask")}, "prompt": text})
     return made
 
 
-def prompts_of_messages(rows: DatasetRows) -> DatasetRows:
+def prompts_of_messages(rows: DatasetRows, name: str) -> DatasetRows:
     """Return rows with the beginning of their `messages`, without the last, as `prompt`.
 
     Raises:
-        ConfigError: they have neither.
+        ConfigError: one has neither.
     """
     if "prompt" in rows[0]:
         return [{key: row[key] for key in row if key != "messages"} for row in rows]
-    if "messages" not in rows[0]:
-        raise ConfigError(f"train_dataset: rows need messages or a prompt, not {', '.join(rows[0])}")
+    for place, row in enumerate(rows):
+        if "messages" not in row:
+            raise ConfigError(f"{name}[{place}]: a row needs messages or a prompt, not {', '.join(row)}")
     return [{"prompt": row["messages"][:-1]} for row in rows]
 
 

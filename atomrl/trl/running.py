@@ -6,6 +6,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def _cell_code(source: str, left_out: list[str]) -> str:
     """Return the Python code of a cell; other lines are added to `left_out`."""
     if source.lstrip().startswith("%%"):
         magic, _, rest = source.lstrip().partition("\n")
-        if not magic[2:].startswith(RUN_CELLS):
+        if magic.split()[0][2:] not in RUN_CELLS:
             left_out.append(f"{magic} (its cell)")
             return ""
         source = rest
@@ -79,14 +80,14 @@ class _Shell:
     def run_cell_magic(self, name: str, line: str, cell: str) -> None:
         """Run the code of a cell; leave out one for another program."""
         left_out: list[str] = []
-        code = _cell_code(f"%%{name} {line}\n{cell}", left_out)
+        code = _cell_code(f"%%{name} {line}".rstrip() + f"\n{cell}", left_out)
         for each in left_out:
             print(f"{self._script}: left out: {each}", file=sys.stderr)
-        names = vars(sys.modules["__main__"])
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "cell.py").write_text(code, encoding="utf-8")
-            after = runpy.run_path(f"{folder}/cell.py", names)
-        names.update({name: value for name, value in after.items() if not name.startswith("__")})
+        with tempfile.TemporaryDirectory(prefix="atomrl-cell-") as folder:
+            path = Path(folder) / "cell.py"
+            path.write_text(code, encoding="utf-8")
+            # the cell's names are the script's, also those that the script sets later
+            SourceFileLoader("__main__", str(path)).exec_module(sys.modules["__main__"])
 
 
 def run_script(script: Path, arguments: Sequence[str], dry_run: bool = False, config_out: Path | None = None) -> int:

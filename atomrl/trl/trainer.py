@@ -648,11 +648,17 @@ class GRPOTrainer(Trainer):
             model, args, train_dataset, eval_dataset, processing_class, tokenizer, callbacks, peft_config, **others
         )
         of_trl = isinstance(self.args, TRLConfig)
+        given = reward_processing_classes
+        if isinstance(given, Sequence) and (isinstance(given, str) or len(given) != len(listed)):
+            raise ConfigError(f"reward_processing_classes: give a tokenizer for each of the {len(listed)} reward_funcs")
         listed = [
             self._reward_model(one, place, reward_processing_classes) if of_trl and is_reward_model(one) else one
             for place, one in enumerate(listed)
         ]
         self._items, self._local = reward_items(listed, getattr(self.args, "reward_weights", None), of_trl)
+        if penalty := getattr(self.args, "missing_eos_penalty", None):
+            eos = {"eos_token_id": self.tokenizer.eos_token_id}
+            self._items.append({"function": "missing_eos_penalty", "weight": penalty, "args": eos})
 
     def _reward_model(self, model: Any, place: int, tokenizers: Any) -> str:
         """Return the name or folder of a reward model."""
@@ -700,8 +706,6 @@ class OnlineDPOTrainer(GRPOTrainer):
         _check_reference(ref_model, model)
         others.setdefault("reward_processing_classes", others.pop("reward_processing_class", None))
         super().__init__(model, None, reward_funcs or others.pop("reward_model", None), args, **others)
-        if penalty := self.args.missing_eos_penalty:
-            self._items.append(_missing_eos(penalty, self.tokenizer))
 
 
 class PPOTrainer(GRPOTrainer):
@@ -727,30 +731,27 @@ class PPOTrainer(GRPOTrainer):
         value_model: Any = None,
         data_collator: Any = None,
         eval_dataset: Any = None,
-        *positional: Any,
+        optimizers: Any = None,
+        callbacks: Sequence[Any] | None = None,
+        peft_config: Any = None,
         **others: Any,
     ) -> None:
         _check_reference(ref_model, model)
-        if positional:
-            raise ConfigError(f"{type(self).__name__}(optimizers=...) has no counterpart: {REFUSED['optimizers']}")
         if value_model is None or reward_model is None or train_dataset is None:
             raise ConfigError("PPOTrainer needs reward_model, value_model and train_dataset")
-        if type(data_collator).__name__ in ("DataCollatorWithPadding", "NoneType"):
+        if type(data_collator).__name__ == "DataCollatorWithPadding":
             data_collator = None
         super().__init__(
-            model, None, [reward_model], args, train_dataset, eval_dataset, processing_class=processing_class,
-            reward_processing_classes=OWN_TOKENIZER, data_collator=data_collator, **others,
+            model, None, [reward_model], args, train_dataset, eval_dataset, callbacks, peft_config, processing_class,
+            reward_processing_classes=OWN_TOKENIZER, data_collator=data_collator, optimizers=optimizers, **others,
         )  # fmt: skip
         self._critic = self._companion(value_model, "value_model")
-        if penalty := self.args.missing_eos_penalty:
-            self._items.append(_missing_eos(penalty, self.tokenizer))
 
     def _read_rows(self, train: Any, held_out: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        rows, others = (
-            None if one is None else prompts_of_tokens(plain_rows(one, name), self.tokenizer)
-            for one, name in ((train, "train_dataset"), (held_out, "eval_dataset"))
+        rows, eval_rows = Trainer._read_rows(self, train, held_out)
+        return prompts_of_tokens(rows, self.tokenizer, "train_dataset"), (
+            None if eval_rows is None else prompts_of_tokens(eval_rows, self.tokenizer, "eval_dataset")
         )
-        return rows or [], others
 
     def _sections(self) -> dict[str, Any]:
         return {**super()._sections(), "critic": {"path": self._critic}}
@@ -770,29 +771,27 @@ class GKDTrainer(GRPOTrainer):
     kind = "gkd"
 
     def __init__(
-        self, model: Any, teacher_model: Any = None, args: Any = None, data_collator: Any = None, *rows: Any,
-        train_dataset: Any = None, eval_dataset: Any = None, **others: Any,
+        self, model: Any, teacher_model: Any = None, args: Any = None, data_collator: Any = None,
+        train_dataset: Any = None, eval_dataset: Any = None, processing_class: Any = None, **others: Any,
     ) -> None:  # fmt: skip
-        train_dataset, eval_dataset = (*rows, *(train_dataset, eval_dataset)[len(rows) :])
         super().__init__(
-            model, None, UNTRAINED, args, train_dataset, eval_dataset, data_collator=data_collator, **others
-        )
+            model, None, UNTRAINED, args, train_dataset, eval_dataset, processing_class=processing_class,
+            data_collator=data_collator, **others,
+        )  # fmt: skip
         teacher_model = teacher_model or self.args.teacher_model_name_or_path
         if teacher_model is None:
             raise ConfigError("teacher_model: is required")
-        loading = dict(self.args.teacher_model_init_kwargs or {})
-        if loading.get("quantization_config") is not None or loading.get("revision") not in (None, "main"):
+        loading = self.args.translated()[0].mapping("teacher_model_init_kwargs")
+        quantised = any(loading.get(name) for name in ("quantization_config", "load_in_4bit", "load_in_8bit"))
+        if quantised or loading.get("revision") not in (None, "main"):
             raise ConfigError("teacher_model_init_kwargs: a teacher is loaded unquantised, in its newest revision")
         self._teacher = self._companion(teacher_model, "teacher", self.tokenizer)
 
     def _read_rows(self, train: Any, held_out: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        if train is None:
-            raise ConfigError("train_dataset: is required")
-        rows, others = (
-            None if one is None else prompts_of_messages(plain_rows(one, name))
-            for one, name in ((train, "train_dataset"), (held_out, "eval_dataset"))
+        rows, eval_rows = Trainer._read_rows(self, train, held_out)
+        return prompts_of_messages(rows, "train_dataset"), (
+            None if eval_rows is None else prompts_of_messages(eval_rows, "eval_dataset")
         )
-        return rows or [], others
 
     def _sections(self) -> dict[str, Any]:
         return {**super()._sections(), "teacher": {"path": self._teacher}}
@@ -893,11 +892,6 @@ def _check_reference(reference: Any, model: Any) -> None:
     ]
     if names[0] is None or str(names[0]) != str(names[1]):
         raise ConfigError("ref_model: the reference is always the initial model; remove it")
-
-
-def _missing_eos(penalty: float, tokenizer: Any) -> dict[str, Any]:
-    """Return the item of `reward.functions` for TRL's `missing_eos_penalty`."""
-    return {"function": "missing_eos_penalty", "weight": penalty, "args": {"eos_token_id": tokenizer.eos_token_id}}
 
 
 def _run_dir(output_dir: str | Path | None, kind: str, args: str) -> Path:

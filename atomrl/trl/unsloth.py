@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from atomrl.config import ConfigError
+from atomrl.redirect import absent
 from atomrl.trl.inputs import PICTURES
 
 __version__ = "2026.1"
@@ -173,7 +174,5 @@ def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **_: Any) -
 
 
 def __getattr__(name: str) -> Any:
-    if not name[0].isupper():  # asked for by inspection too (pytest); Python says that it is absent
-        raise AttributeError(f"AtomRL has no {name} of unsloth")
     why = PICTURES if "Vision" in name else "of unsloth only FastLanguageModel and its helpers are here"
-    raise ImportError(f"AtomRL has no {name} of unsloth: {why}", name="unsloth")
+    raise absent("unsloth", name, f": {why}")

@@ -13,7 +13,7 @@ from atomrl.tools.importers.sources import flat
 
 FILES = Path(__file__).with_name("files")
 EXPECTED = FILES.with_name("expected")
-"""What is written for each file: made by the importer, then read against the source; a change shows as a difference."""
+"""Folder of the file that each import writes: made by the importer, then read against the source."""
 ALL = sorted(path.name for path in FILES.iterdir())
 SCRIPTS = ("verl_gsm8k_grpo.sh", "verl_megatron.sh", "openrlhf_ray_ppo.sh", "openrlhf_dpo.sh")
 

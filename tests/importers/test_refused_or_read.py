@@ -59,6 +59,7 @@ def read(tmp_path: Path, text: str, name: str = "", **more: str) -> Imported:
     (f"{LLAMA}stage: kto\nfinetuning_type: full", "stage=kto has no counterpart; supported: sft, dpo, rm"),
     (f"{LLAMA}stage: sft\nfinetuning_type: freeze", "finetuning_type=freeze"),
     (f"{LLAMA}stage: sft\nfinetuning_type: full\nimage_max_pixels: 9", "pictures are not translated"),
+    (f"{LLAMA}stage: sft\nfinetuning_type: full\ntokenized_path: rows", "tokenized_path=rows .* remove the key"),
     (f"{LLAMA}stage: dpo\nfinetuning_type: full\npref_loss: simpo", "loss_type=simpo"),
     (f"{SKYRL} generator.max_turns=3", "max_turns=3"),
     ("bash run_gsm8k.sh trainer.policy.lr=1", "starts run_gsm8k.sh of SkyRL"),

@@ -72,7 +72,8 @@ CASE = 'case "$A" in\n x|"y")  n=1 ;;\n  z*) n=2\n    m=(a $((1 + 2)))\n  ;;\n *
     ('run "${N:="a b"}" x \\', "a b|x"),
     ('D=$(python3 -c "import torch_npu" 2>/dev/null && echo npu || echo gpu); run $D', "gpu"),
     ('n=1; if [ "$(nproc)" -gt 8 ]; then n=2; fi; run "$n" `a; b` "x;y"', "$n|`a; b`|x;y"),  # only the shell knows
-    ("n=1; for f in a b; do n=2; done; run ${n:-3}", "${n:-3}"), ("if [ -f a ]; then n=1; fi; run $n", "$n"),
+    ("n=1; for f in a b; do n=2; done; run ${n:-3}", "${n:-3}"), ("f=1; for f in a b; do run $f; done", "$f"),
+    ("n=1; if [ -f a ]; then n=2; fi; run $((n + 1))", "$((n|+|1))"), ("if [ -f a ]; then n=1; fi; run $n", "$n"),
 ])  # fmt: skip
 def test_a_condition_is_decided_or_its_variables_are_not_known(text: str, words: str) -> None:
     expected = words.split("|") if "|" in words else words.split()

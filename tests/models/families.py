@@ -215,7 +215,7 @@ def notes(policy, tower: list[str], unused: list, same_names: bool) -> list[str]
     elif policy.streams:
         said.append("packed rows")
     if unused:
-        said.append(f"{len(unused)} weights without use in text")
+        said.append(f"{len(unused)} weight{'s' if len(unused) > 1 else ''} without use in text")
     return said if same_names else [*said, "saved under the names that transformers gives its weights in memory"]
 
 
@@ -238,13 +238,14 @@ Find out whether AtomRL trains a model, and what happens to it. A test makes a t
 image-text model type of transformers, plans it, trains it for a step, saves it and loads it again. This table is what
 it found with transformers {transformers.__version__}; `make models-page` writes it anew.
 
-- **trains**: the saved folder has the same class, `architectures`, names of weights and other files as the source.
-- **tower kept**: the checkpoint has a vision tower. Training on text leaves it frozen, and it is saved bit-equal.
+- **trains**: the saved folder has the same class, `architectures` and names of weights as the source.
+- **tower kept**: the checkpoint has a vision tower. Training on text leaves it frozen, and it is saved bit-equal
+  (not compared where names differ). [Some families](../guides/vision.md) are trained on pictures too.
 - **packed rows**: rows are computed end to end, with shared prompts once. Others are padded.
 - **built-in decoder**: trained by `atomrl.models.gpt`, which is faster.
-- **refused**: with this reason, in the dry run and before weights are read. Encoder-decoders are refused; state space
-  models train without a mask, because rows are padded on the right.
-- **not tried**: transformers cannot make a tiny model of its default config here.
+- **refused**: with this reason, in the dry run and before weights are read. Of encoder-decoders only classes without
+  the encoder train (`BartForCausalLM`). State space models train without a mask, because rows are padded on the right.
+- **not tried**: no tiny model of its default config could be made or run here, which says nothing about the type.
 
 A type that is not in the table can be tried: `atomrl train CONFIG --dry-run` says whether it is refused.
 

@@ -64,7 +64,7 @@ def test_a_rank_that_hangs_before_it_has_joined_is_named(folder, monkeypatch):
         ranked(folder)
 
 
-def test_a_rank_0_that_a_launcher_has_started_and_that_stands_still_is_named(monkeypatch):
+def test_a_rank_0_that_a_launcher_has_started_and_that_hangs_is_named(monkeypatch):
     store, port = open_store(LOOPBACK, timedelta(seconds=60))
     del store  # nothing listens there any longer
     place = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, "RANK": 1, "WORLD_SIZE": 2}
@@ -75,7 +75,7 @@ def test_a_rank_0_that_a_launcher_has_started_and_that_stands_still_is_named(mon
         ranks.join_launched("cpu", 10.0, None)
 
 
-def test_a_rank_that_a_launcher_has_started_and_that_stands_still_is_named_alone(monkeypatch):
+def test_a_rank_that_a_launcher_has_started_and_that_hangs_is_named_alone(monkeypatch):
     monkeypatch.setattr(ranks, "START_S", 1.0)
     monkeypatch.setattr(ranks, "STOPPED_S", 0.0)
     store, port = open_store(LOOPBACK, timedelta(seconds=60))

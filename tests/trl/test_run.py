@@ -125,6 +125,8 @@ def test_a_dry_run_and_the_config_stop_where_the_script_would_train(place, capfd
 BAD = {
     "another trainer": ("from trl import BCOTrainer", 2, r"train.py:1: AtomRL has no BCOTrainer .*loss_type='bco'"),
     "a part of a trainer": ("from trl import GKDConfig\nGKDConfig('o')", 2, "train.py:2: .*lmbda=0.5 has no count"),
+    "a function": ("from trl.trainer.utils import pad_it", 2, "train.py:1: AtomRL has no pad_it of TRL"),
+    "a function of unsloth": ("import unsloth\nunsloth.patch_it()", 2, "train.py:2: AtomRL has no patch_it of unsloth"),
     "an experimental one": ("from trl.experimental.nash_md import NashMDTrainer", 2, "no NashMDTrainer of TRL"),
     "no training": ("import trl", 0, ""),
     "an exit": ("import trl, sys; sys.exit(3)", 3, ""),
@@ -198,15 +200,17 @@ def test_a_notebook_that_was_exported_as_a_script(place, capfd):
         """
         get_ipython().system('pip install trl')
         get_ipython().run_line_magic('matplotlib', 'inline')
-        get_ipython().run_cell_magic('capture', '', 'import trl\\n!ls\\nname = "ran"')
+        get_ipython().run_cell_magic('capture', '', 'import trl\\n!ls\\ndef name(): return __name__, later')
         get_ipython().run_cell_magic('bash', '', 'exit 1')
-        print(name, trl.__version__ > "1", end="")
+        get_ipython().run_cell_magic('timeit', '-n 1', 'exit(1)')
+        later = "set later"
+        print(*name(), trl.__version__ > "1", end="")
         """,
     )
     assert main(["run", script]) == 0
     out, err = capfd.readouterr()
-    assert out == "ran True" and [line.partition("left out: ")[2] for line in err.splitlines()] == [
-        "!pip install trl", "%matplotlib inline", "!ls", "%%bash  (its cell)",
+    assert out == "__main__ set later True" and [line.partition("left out: ")[2] for line in err.splitlines()] == [
+        "!pip install trl", "%matplotlib inline", "!ls", "%%bash (its cell)", "%%timeit -n 1 (its cell)",
     ]  # fmt: skip
 
 

@@ -293,6 +293,32 @@ def test_frozen_weights_are_refused(model, frozen):
         SFTTrainer(given, train_dataset=[{"text": "a"}])
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"teacher_model_init_kwargs": {"load_in_4bit": True}}, "a teacher is loaded unquantised"),
+        ({"teacher_model_init_kwargs": '{"revision": "v2"}'}, "in its newest revision"),
+        ({"train_dataset": [{"messages": []}, {"text": "a"}]}, r"train_dataset\[1\]: a row needs messages or a prompt"),
+        ({"eval_dataset": [{"text": "a"}]}, r"eval_dataset\[0\]: a row needs messages"),
+    ],
+)
+def test_inputs_of_a_distillation_that_are_refused(given, message, model):
+    from atomrl.trl import DistillationConfig, DistillationTrainer
+
+    given = {"train_dataset": [{"prompt": "1+1="}], "teacher_model": model} | given
+    loading = {name: given.pop(name) for name in ["teacher_model_init_kwargs"] if name in given}
+    with pytest.raises(ConfigError, match=message):
+        DistillationTrainer(model, args=DistillationConfig(**loading), **given)
+
+
+def test_each_reward_model_has_its_tokenizer_or_none(model):
+    with pytest.raises(ConfigError, match="a tokenizer for each of the 1 reward_funcs"):
+        GRPOTrainer(
+            model, reward_funcs="strict_math", args=GRPOConfig(), train_dataset=[{"prompt": "a"}],
+            reward_processing_classes=[None, None],
+        )  # fmt: skip
+
+
 def test_a_trainer_takes_its_own_config_and_needs_rows(model):
     from atomrl.trl import DPOConfig, DPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 

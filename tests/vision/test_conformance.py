@@ -133,7 +133,7 @@ def test_a_mistake_with_pictures_shows_in_the_log_probs(case, monkeypatch, mista
 
 
 def test_a_row_without_all_tokens_of_its_pictures_is_an_error(case):
-    """As after a prompt that was cut, or a completion with a sampled token of a picture."""
+    """A prompt may have been cut, or a completion may have a sampled token of a picture."""
     for row, place, token in ((0, int((case.rows.tokens[0] == IMAGE).nonzero()[0]), 20), (4, -1, IMAGE)):
         tokens = case.rows.tokens.clone()
         tokens[row, place] = token

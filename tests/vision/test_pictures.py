@@ -46,8 +46,8 @@ def load(tmp_path, model):
             file = rows[0]
         else:
             file.write_text("\n".join(map(json.dumps, rows)))
-        settings = {"min_pixels": data.get("min_pixels"), "max_pixels": data.get("max_pixels")}
-        load.reader = ImageReader(tmp_path / run / "images", model, model_config_only(model), *settings.values())
+        limits = data.get("min_pixels"), data.get("max_pixels")
+        load.reader = ImageReader(tmp_path / run / "images", model, model_config_only(model), *limits)
         load.store = ImageStore(tmp_path / run / "images", data.get("images_field"), load.reader)
         convert = demonstration_reader("prompt", "completion") if data.pop("sft", False) else None
         config = DataConfig(train=str(file), **data)
@@ -205,15 +205,18 @@ def test_pictures_are_turned_as_exif_says_and_laid_on_white():
     assert decoded(encoded(Image.new("CMYK", (2, 2), (0, 0, 0, 0)), "JPEG")).getpixel((0, 0)) == (255, 255, 255)
 
 
-def test_a_turned_picture_has_the_size_after_the_turn(load):
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+@pytest.mark.parametrize(("orientation", "size"), [(6, (84, 56)), (9, (56, 84))])  # 9 has no meaning
+def test_a_turned_picture_has_the_size_after_the_turn(load, kind, orientation, size):
     exif = Image.Exif()
-    exif[0x0112] = 6
-    report = load(ROW | {"images": [url(encoded(picture(1, 84, 56), exif=exif))]})
+    exif[0x0112] = orientation
+    report = load(ROW | {"images": [url(encoded(picture(1, 84, 56), kind, exif=exif))]})
     image = report.problems[0].images[0]
-    assert (image.height, image.width) == (84, 56)
+    assert (image.height, image.width) == size
     load.store.write()
     patches, grid = load.reader(image)
-    assert grid.tolist() == [1, 6, 4] and len(patches) == load.reader.patches(image) == 24
+    assert grid.tolist() == [1, size[0] // 14, size[1] // 14]
+    assert len(patches) == load.reader.patches(image) == 24
 
 
 def test_a_changed_picture_changes_the_data_and_one_that_is_gone_is_in_the_folder(load, tmp_path):

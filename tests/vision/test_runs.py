@@ -110,7 +110,9 @@ def test_adapters_leave_the_tower_alone_and_it_may_be_trained(folder, changes):
     prepare_run(made, {"bright": bright}).execute()
     [metrics] = lines(made)
     assert metrics["actor/grad_norm"] > 0 and metrics["training/rollout_probs_diff_max"] < 1e-5
-    if "lora" not in changes:
+    if "lora" in changes:
+        assert not any("visual" in name for name in load_file(made.run_dir / "model" / "adapter_model.safetensors"))
+    else:
         after, before = (load_file(at / "model.safetensors") for at in (made.run_dir / "model", folder / "model"))
         assert any("visual" in name and not after[name].equal(before[name]) for name in after)
 
@@ -129,7 +131,8 @@ def test_groups_of_a_pool_have_their_pictures(folder):
 
 REFUSED = {
     "vllm": ({"rollout": {"engine": "vllm"}}, "rollout.engine=vllm: VLLMEngine does not take pictures"),
-    "critic": ({"algorithm": {"name": "ppo"}}, "critic"),
+    "critic": ({"algorithm": {"name": "ppo"}}, "model cannot be used as a critic: model_type 'qwen2_5_vl' is not one"),
+    "critic_of_text": ({"algorithm": {"name": "ppo"}}, "algorithm.name=ppo: a critic reads text alone"),
     "packed": ({"model": {"pack_rows": True}}, "model.pack_rows=true: rows with pictures are padded"),
     "packing": ({"sft": {"packing": "bfd"}, "train": {"max_row_tokens": 200}, "rollout": None, "reward": None},
                 "sft.packing: rows with pictures are not packed"),
@@ -148,6 +151,12 @@ def test_what_takes_text_alone_is_refused_before_weights_are_read(folder, case, 
         sections = sections | {"data": {"train": str(folder / "dpo.jsonl")}}
     if case == "packing":
         sections = sections | {"data": {"train": str(folder / "sft.jsonl")}}
+    if case == "critic_of_text":
+        shape = json.loads((folder / "model" / "config.json").read_text())["text_config"]
+        critic = make_tiny_model(folder / "text", vocab_size=shape["vocab_size"])
+        for file in critic.glob("tokenizer*"):  # it has the policy's
+            file.unlink()
+        sections = sections | {"critic": {"path": str(critic)}}
     if case == "no_picture":
         (folder / "rl.jsonl").write_text(json.dumps(ROWS[2] | {"images": []}))
     if case == "vllm":

@@ -201,8 +201,11 @@ def _imported(t: Translation, path: Path) -> Imported:
     except ConfigError as error:
         raise ConfigError("\n".join(_with_sources(t, line) for line in str(error).splitlines())) from error
     rows = config.train.rows_per_update
-    places = _shell_texts({key: tree[key] for key in tree if key not in ("tracking", "run_name")})
-    t.to_do += [f"{key}: {text!r} is known only to the shell: write its value" for key, text in places]
+    for key, text in _shell_texts(tree):
+        if key.startswith(("run_name", "tracking.")):  # only a name
+            t.approximate(f"{key}: {text!r} is known only to the shell; copied as written")
+        else:
+            t.to_do.append(f"{key}: {text!r} is known only to the shell: write its value")
     return Imported(
         library=t.library,
         source=path.name,

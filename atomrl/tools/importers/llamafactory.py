@@ -33,6 +33,7 @@ REFUSED: Mapping[str, str] = {
     "mask_history": "all answers of a conversation are trained on",
     "image_max_pixels": PICTURES,
     "video_max_pixels": VIDEOS,
+    "tokenized_path": "it writes tokenized rows, or trains on those there and not on dataset: remove the key",
     "ref_model": "the reference is the initial model",
     "adapter_name_or_path": "merge the adapters first",
     "reward_model": "only stage ppo has one",
@@ -48,7 +49,7 @@ REFUSED: Mapping[str, str] = {
 }  # fmt: skip
 REASONS: Mapping[str, str] = {
     **dict.fromkeys(("plot_loss", "ray_", "swanlab_", "use_swanlab"), trl_arguments.LOGGING),
-    **dict.fromkeys(("overwrite_cache", "tokenized_path", "dataset_dir", "buffer_size"), trl_arguments.LOADING),
+    **dict.fromkeys(("overwrite_cache", "dataset_dir", "buffer_size"), trl_arguments.LOADING),
     **dict.fromkeys(("upcast_layernorm", "use_unsloth", "use_reentrant_gc", "neat_packing", "low_cpu_mem_usage"),
                     trl_arguments.KERNEL),
     "quantization_method": "4 bits are nf4, 8 bits int8 here",

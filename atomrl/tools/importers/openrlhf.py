@@ -10,7 +10,16 @@ from typing import Any
 
 from atomrl.config import ConfigError
 from atomrl.tools.importers.sources import Settings, flat, hub_source, read_flags
-from atomrl.tools.importers.translation import PICTURES, TEMPLATE, Moves, Translation, misspelt, put_gpus
+from atomrl.tools.importers.translation import (
+    PICTURES,
+    TEMPLATE,
+    Moves,
+    Translation,
+    at_least_zero,
+    misspelt,
+    put_gpus,
+    run_name,
+)
 
 # --------------------------------------------------------------------------------------------------------------------
 # OpenRLHF's flags that are not translated, with the reason; its schedules and its names of data.
@@ -63,7 +72,6 @@ REASONS = {
     "algo.kl.target": "for an adaptive KL, which is off",
 }  # fmt: skip
 """Flag, or prefix of flags -> reason why it has no counterpart."""
-QUANTIZED = "quantized weights are not trained: add adapters (ds.lora.rank)"
 
 
 def source_file(source: str, split: str) -> str:
@@ -153,10 +161,6 @@ RENAMED = {"chosen_key": "data.chosen_key", "rejected_key": "data.rejected_key",
 """Flags of older versions and of the README -> current names."""
 
 
-def _at_least_zero(value: Any) -> int:
-    return max(0, int(value))
-
-
 OFFLINE_MOVES: Moves = {
     "model.path": ("model.model_name_or_path", str),
     "model.gradient_checkpointing": ("model.gradient_checkpointing_enable", bool),
@@ -170,8 +174,8 @@ OFFLINE_MOVES: Moves = {
     "train.weight_decay": ("adam.weight_decay", float),
     "train.min_lr_ratio": ("min_lr_ratio", float),
     "train.max_grad_norm": ("max_norm", float),
-    "eval.every_steps": ("eval.steps", _at_least_zero),
-    "checkpoint.every_steps": ("ckpt.save_steps", _at_least_zero),
+    "eval.every_steps": ("eval.steps", at_least_zero),
+    "checkpoint.every_steps": ("ckpt.save_steps", at_least_zero),
     "checkpoint.keep": ("ckpt.max_num", int),
     "tracking.wandb_project": ("logger.wandb.project", str),
 }
@@ -208,7 +212,7 @@ def translate_offline(t: Translation, kind: str) -> None:
     t.put(
         "model.dtype", t.choice("ds.param_dtype", t("ds.param_dtype") or "bf16", {"bf16": "bfloat16"}), "ds.param_dtype"
     )
-    _adapters(t, kind)
+    _adapters(t)
     {"sft": _sft, "dpo": _dpo, "rm": _reward_model}[kind](t)
     if warmup:
         t.differ("first update of the warm-up", "a learning rate of 0", "that of OpenRLHF's second update")
@@ -237,18 +241,17 @@ def _offline_data(t: Translation) -> None:
     t.name_of(["data.max_samples"])
 
 
-def _adapters(t: Translation, kind: str) -> None:
+def _adapters(t: Translation) -> None:
+    """Set LoRA, and the quantization of the weights under it."""
     rank = t.integer("ds.lora.rank")
     names = [f"ds.lora.{name}" for name in ("alpha", "dropout", "target_modules")]
     t.name_of(names)
     if t.flag("ds.load_in_4bit"):
         if not rank:
-            raise t.refuse("ds.load_in_4bit", True, QUANTIZED)
+            raise t.refuse("ds.load_in_4bit", True, "quantized weights are not trained: add adapters (ds.lora.rank)")
         t.put("model.quantization", "nf4", "ds.load_in_4bit")
     if not rank:
         return
-    if kind == "rm":
-        raise t.refuse("ds.lora.rank", rank, "reward models are trained without adapters")
     t.put("model.lora.rank", rank, "ds.lora.rank")
     t.put("model.lora.alpha", t.number(names[0]), names[0])
     t.put("model.lora.dropout", t.number(names[1]), names[1])
@@ -301,6 +304,7 @@ def _dpo(t: Translation) -> None:
 
 
 def _reward_model(t: Translation) -> None:
+    t.refuse_set({"ds.lora.rank": "reward models are trained without adapters"})
     t.put("algorithm.name", "reward_model")
     t.choice("model.loss_type", t("model.loss_type"), {"sigmoid": "", "logexp": ""})  # the same equation
     t.put("algorithm.centring", 0.0)
@@ -514,8 +518,8 @@ MOVES: Moves = {
     "train.max_grad_norm": ("actor.max_norm", float),
     "eval.temperature": ("eval.temperature", float),
     "eval.samples_per_prompt": ("eval.n_samples_per_prompt", int),
-    "eval.every_steps": ("eval.steps", _at_least_zero),
-    "checkpoint.every_steps": ("ckpt.save_steps", _at_least_zero),
+    "eval.every_steps": ("eval.steps", at_least_zero),
+    "checkpoint.every_steps": ("ckpt.save_steps", at_least_zero),
     "checkpoint.keep": ("ckpt.max_num", int),
     "tracking.wandb_project": ("logger.wandb.project", str),
     "rollout.gpu_memory_utilization": ("vllm.gpu_memory_utilization", float),
@@ -556,7 +560,7 @@ def translate(path: Path, out: Path) -> Translation:
             f"{len(older)} flags are from an older version ({older[0]}, ...); missing ones have today's defaults"
         )
     name = t("logger.wandb.run_name") or path.stem
-    t.put("run_name", str(name).replace("/", "-").lstrip("."), "logger.wandb.run_name")
+    t.put("run_name", run_name(name), "logger.wandb.run_name")
     t.refuse_set({"data.tokenizer_chat_template": TEMPLATE, "data.image_key": PICTURES})
     t.name_of(["data.max_images_per_prompt"])
     t.put("data.chat_template", "auto" if t.flag("data.apply_chat_template") else "none", "data.apply_chat_template")
@@ -661,15 +665,7 @@ def _lengths_and_batches(t: Translation) -> None:
 def _model(t: Translation) -> None:
     dtype = t("ds.param_dtype") or "bf16"
     t.put("model.dtype", t.choice("ds.param_dtype", dtype, {"bf16": "bfloat16"}), "ds.param_dtype")
-    if t.flag("ds.load_in_4bit"):
-        if not t.integer("ds.lora.rank"):
-            raise t.refuse("ds.load_in_4bit", True, QUANTIZED)
-        t.put("model.quantization", "nf4", "ds.load_in_4bit")
-    if rank := t.integer("ds.lora.rank"):
-        t.put("model.lora.rank", rank, "ds.lora.rank")
-        t.put("model.lora.alpha", t.number("ds.lora.alpha"), "ds.lora.alpha")
-        t.put("model.lora.dropout", t.number("ds.lora.dropout"), "ds.lora.dropout")
-        t.put("model.lora.target_modules", t("ds.lora.target_modules"), "ds.lora.target_modules")
+    _adapters(t)
     t.put_engine()
 
 

@@ -56,7 +56,8 @@ _SUBSTITUTION = re.compile(rf"'[^']*'|\$\((?!\()(?P<command>{_EXPRESSION})\)|`(?
 _SUM = re.compile(rf"\$\(\({_EXPRESSION}\)\)")
 _KEPT = re.compile("\x01(\\d+)\x01")
 """A command substitution whose output is not known, within a word."""
-_UNSET = re.compile(r"\$\{?(\w+)(?:\[[@*]\])?\}?")
+REFERENCE = re.compile(r"\$\{?(\w+)(?:\[[@*]\])?\}?")
+"""A variable, or all words of an array, that was not expanded."""
 _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -87,11 +88,12 @@ def read_script(text: str, source: str) -> Script:
     """Parse the commands of a shell script.
 
     Expands variables that the script sets, `${NAME:-default}`, integer arithmetic, and commands that only need the
-    script's path: `$(dirname "$0")`, `$(cd .. && pwd)`. Variables of the environment and other command substitutions
-    stay as written, each within one word, with a note. The text of `bash -c` is read too.
+    script's path: `$(dirname "$0")`, `$(cd .. && pwd)`. Variables of the environment stay as written, with a note, and
+    so do other command substitutions, each within one word. The text of `bash -c` is read too.
 
     `if`, `case`, `while`, `&&` and `||` are decided where they compare such values; a variable that the script does not
-    set is empty there. Where only a shell knows (`[ -f FILE ]`), a variable that is set there has no value.
+    set is empty there. Where only a shell knows (`[ -f FILE ]`), a variable that is set there has no value, and so has
+    that of a `for`.
 
     Args:
         source: the script's path.
@@ -140,12 +142,12 @@ def _lines(text: str, source: str) -> Iterator[str]:
             begun = f"{begun[:-1]} "
             continue
         try:
-            shlex.split(_TOKEN.sub(_without_comment, begun))
+            shlex.split(_uncommented(begun))
         except ValueError:  # a quote is open
             begun += "\n"
             continue
         if (array := _ARRAY.search(begun)) and _is_open(begun[array.end() :]):
-            begun = _TOKEN.sub(_without_comment, begun) + " "
+            begun = _uncommented(begun) + " "
             continue
         yield begun.strip()
         begun, number = "", 0
@@ -182,8 +184,9 @@ def _parts(line: str) -> Iterator[tuple[str, str]]:
             yield part, end
 
 
-def _without_comment(match: re.Match[str]) -> str:
-    return "" if match.group().startswith("#") else match.group()
+def _uncommented(text: str) -> str:
+    """Remove the comments of a line."""
+    return _TOKEN.sub(lambda match: "" if match.group().startswith("#") else match.group(), text)
 
 
 def _both(one: bool | None, other: bool | None) -> bool | None:
@@ -244,7 +247,7 @@ class _Reading:
 
     def part(self, text: str, end: str) -> None:
         """Read a part of a line, and the separator after it."""
-        text = _TOKEN.sub(_without_comment, text).strip()
+        text = _uncommented(text).strip()
         word, _, rest = text.partition(" ")
         if self.condition is not None:
             if word in ("then", "do"):
@@ -254,6 +257,8 @@ class _Reading:
         elif word in ("if", "while", "until", "for", "select"):
             self.blocks.append(_Block(word, text))
             self.condition = [(rest, end)]
+            if word in ("for", "select") and self._runs(self.blocks[:-1]) is not False:
+                self._forget(rest.partition(" ")[0], text)
         elif word == "elif":
             self.condition = [(rest, end)]
         elif word == "case":
@@ -368,10 +373,10 @@ class _Reading:
 
     def _word_of_test(self, word: str) -> str | None:
         """Return a word of a test, with variables that the script does not set empty; None: only a shell knows it."""
-        names = _UNSET.findall(word)
+        names = REFERENCE.findall(word)
         if _KEPT.search(word) or any(name in self.unknown for name in names):
             return None
-        plain = _UNSET.sub("", word)
+        plain = REFERENCE.sub("", word)
         self.notes += [
             "the script is read as started without arguments"
             if name.isdigit()
@@ -413,7 +418,13 @@ class _Reading:
         if assigned and self._is_one_word(assigned["value"]):
             self._assign(assigned["name"], assigned["value"], bool(assigned["more"]), holds)
             return True
-        words = [self.restored(word) for word in shlex.split(self.expanded(line).removesuffix("\\"))]
+        expanded = shlex.split(self.expanded(line).removesuffix("\\"))
+        several = [_ASSIGNMENT.fullmatch(word) for word in expanded[expanded[:1] == ["export"] :]]
+        if several and all(several):  # A=1 B=2
+            for one in filter(None, several):
+                self._assign(one["name"], shlex.quote(one["value"]), bool(one["more"]), holds)
+            return True
+        words = [self.restored(word) for word in expanded]
         if words in (["true"], ["false"]):
             return words == ["true"]
         self.commands.append([word for word in words if word not in ("\\", "&")])
@@ -471,7 +482,7 @@ class _Reading:
     def _assign(self, name: str, value: str, more: bool, holds: bool | None) -> None:
         if holds is None or (more and name in self.unknown):
             condition = next((block.condition for block in self.blocks if block.runs is None), "a command before it")
-            self.unknown.setdefault(name, condition)
+            self._forget(name, condition)
             return
         array = value.startswith("(")
         if array:
@@ -481,6 +492,11 @@ class _Reading:
         value = re.sub(r"\\\s*\n", " ", value)
         self.unknown.pop(name, None)
         self.variables[name] = self.variables.get(name, "") + (" " if array else "") * more + value if more else value
+
+    def _forget(self, name: str, condition: str) -> None:
+        """Record that only a shell knows the value of a variable."""
+        self.unknown.setdefault(name, condition)
+        self.variables.pop(name, None)
 
     def expanded(self, text: str) -> str:
         """Expand the variables of a line, except in single quotes."""

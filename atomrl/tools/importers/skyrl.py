@@ -5,7 +5,16 @@ from typing import Any
 
 from atomrl.config import ConfigError
 from atomrl.tools.importers.sources import Settings, read_hydra
-from atomrl.tools.importers.translation import PICTURES, Moves, Translation, put_gpus
+from atomrl.tools.importers.translation import (
+    PICTURES,
+    Moves,
+    Translation,
+    at_least_zero,
+    files_of,
+    put_gpus,
+    put_trackers,
+    run_name,
+)
 
 VERSION = "SkyRL of August 2026"
 PROGRAMS = ("skyrl.train.entrypoints.main_base", "skyrl_train.entrypoints.main_base")
@@ -72,28 +81,20 @@ DEFAULTS: Settings = {
 }
 
 
-def _at_least_zero(value: Any) -> int:
-    return max(0, int(value))
-
-
-def _files(value: Any) -> Any:
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
-
-
 MOVES: Moves = {
-    "run_name": ("trainer.run_name", lambda name: str(name).replace("/", "-").lstrip(".")),
+    "run_name": ("trainer.run_name", run_name),
     "output_dir": ("trainer.ckpt_path", str),
     "model.path": (P + "model.path", str),
     "model.gradient_checkpointing": ("trainer.gradient_checkpointing", bool),
-    "data.train": ("data.train_data", _files),
-    "data.eval": ("data.val_data", _files),
+    "data.train": ("data.train_data", files_of),
+    "data.eval": ("data.val_data", files_of),
     "data.max_prompt_tokens": ("trainer.max_prompt_length", int),
     "seed": ("trainer.seed", int),
     "rollout.prompts_per_step": ("trainer.train_batch_size", int),
     "rollout.completions_per_prompt": (G + "n_samples_per_prompt", int),
     "rollout.temperature": (G + "sampling_params.temperature", float),
     "rollout.top_p": (G + "sampling_params.top_p", float),
-    "rollout.top_k": (G + "sampling_params.top_k", _at_least_zero),
+    "rollout.top_k": (G + "sampling_params.top_k", at_least_zero),
     "rollout.max_completion_tokens": (G + "sampling_params.max_generate_length", int),
     "rollout.gpu_memory_utilization": (G + "inference_engine.gpu_memory_utilization", float),
     "train.epochs_per_step": ("trainer.update_epochs_per_batch", int),
@@ -103,10 +104,10 @@ MOVES: Moves = {
     "train.max_grad_norm": (P + "optimizer_config.max_grad_norm", float),
     "train.adam_beta1": (P + "optimizer_config.adam_betas", lambda betas: float(betas[0])),
     "train.adam_beta2": (P + "optimizer_config.adam_betas", lambda betas: float(betas[1])),
-    "eval.every_steps": ("trainer.eval_interval", _at_least_zero),
+    "eval.every_steps": ("trainer.eval_interval", at_least_zero),
     "eval.before": ("trainer.eval_before_train", bool),
     "eval.samples_per_prompt": (G + "eval_n_samples_per_prompt", int),
-    "checkpoint.every_steps": ("trainer.ckpt_interval", _at_least_zero),
+    "checkpoint.every_steps": ("trainer.ckpt_interval", at_least_zero),
     "tracking.wandb_project": ("trainer.project_name", str),
 }
 ESTIMATORS = {"grpo": "grpo", "rloo": "rloo", "gae": "gae", "reinforce++": "reinforce_pp"}
@@ -194,9 +195,7 @@ def translate(path: Path) -> Translation:
     else:
         t.approximate("trainer.max_ckpts_to_keep=-1 keeps all checkpoints; here checkpoint.keep is 2")
     t.chat_template_kwargs(G + "chat_template_kwargs")
-    loggers = t("trainer.logger")
-    loggers = [loggers] if isinstance(loggers, str) else list(loggers or [])
-    t.put("tracking.sinks", [one for one in loggers if one in ("wandb", "tensorboard", "mlflow")], "trainer.logger")
+    put_trackers(t)
     decay = t.number(P + "optimizer_config.weight_decay")
     t.differ("weight decay", f"{decay:g} on all weights", f"{decay:g} on matrices; norms and biases are excluded")
     t.differ("random draws", "its own generators", "the same seed gives another order of rows and other completions")

@@ -8,7 +8,7 @@ from typing import Any
 
 from atomrl.config import ConfigError, read_yaml
 from atomrl.config.loading import scalar
-from atomrl.tools.importers.shell import Script, read_script
+from atomrl.tools.importers.shell import REFERENCE, Script, read_script
 
 _REFERENCE = r"\$\{([A-Za-z_][\w.]*)\}"
 Settings = dict[str, Any]
@@ -80,7 +80,7 @@ def _option(word: str, after: str) -> Iterator[tuple[str, str]]:
 def _refuse_unknown(path: Path, command: Sequence[str], script: Script) -> None:
     """Refuse a command with words that are set under a condition that only a shell knows: they can hold any key."""
     for word in command:
-        if (name := re.fullmatch(r"\$\{?(\w+)(?:\[[@*]\])?\}?", word)) and name[1] in script.unknown:
+        if (name := REFERENCE.fullmatch(word)) and name[1] in script.unknown:
             raise ConfigError(
                 f"{path}: {word} is a part of the command, and is set under a condition that only the shell knows "
                 f"({script.unknown[name[1]]}): write its words into the command"

@@ -18,6 +18,21 @@ def same(value: Any) -> Any:
     return value
 
 
+def at_least_zero(value: Any) -> int:
+    """Return the value as an integer; 0 for a negative one, by which other libraries turn a key off."""
+    return max(0, int(value))
+
+
+def files_of(value: Any) -> Any:
+    """Return a list of one file as that file; other values unchanged."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def run_name(name: Any) -> str:
+    """Return a name that can be that of a folder."""
+    return str(name).replace("/", "-").lstrip(".")
+
+
 ON, OFF = ("true", "1", "yes", "y", "on", "t"), ("false", "0", "no", "n", "off", "f")
 TEMPLATE = (
     "the chat template is read from the tokenizer: save it with the model as chat_template.jinja, and remove the key"
@@ -323,6 +338,16 @@ class Translation:
                 f"{name}={self.settings[name]}: not a key of {self.library} that AtomRL knows; it was not translated"
             )
             self._read.add(name)
+
+
+def put_trackers(t: Translation) -> None:
+    """Translate the trackers of `trainer.logger`; those without a counterpart are reported."""
+    loggers = t("trainer.logger")
+    loggers = [loggers] if isinstance(loggers, str) else list(loggers or [])
+    known = [name for name in loggers if name in ("wandb", "tensorboard", "mlflow", "trackio")]
+    t.put("tracking.sinks", known, "trainer.logger")
+    if unknown := [name for name in loggers if name not in (*known, "console")]:
+        t.approximate(f"trainer.logger: {', '.join(unknown)} has no counterpart; metrics.jsonl has every step")
 
 
 # --------------------------------------------------------------------------------------------------------------------

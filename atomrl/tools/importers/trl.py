@@ -11,7 +11,7 @@ from atomrl.config import ConfigError, read_yaml
 from atomrl.tools.importers import trl_arguments as trl_shared
 from atomrl.tools.importers.shell import read_script
 from atomrl.tools.importers.sources import Settings, flat_yaml, read_flags, text_of
-from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation, put_gpus
+from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation, at_least_zero, put_gpus
 from atomrl.tools.importers.trl_arguments import (
     NO_CLIP,
     put_rewards,
@@ -64,7 +64,7 @@ MOVES: Moves = {
     "rollout.completions_per_prompt": ("num_generations", int),
     "rollout.temperature": ("temperature", float),
     "rollout.top_p": ("top_p", float),
-    "rollout.top_k": ("top_k", lambda k: max(0, int(k))),
+    "rollout.top_k": ("top_k", at_least_zero),
     "rollout.min_p": ("min_p", float),
     "rollout.max_completion_tokens": ("max_completion_length", int),
     "train.epochs_per_step": ("num_iterations", int),
@@ -412,7 +412,7 @@ def translate_online_dpo(t: Translation, processes: int) -> None:
         {
             "rollout.temperature": ("temperature", float),
             "rollout.top_p": ("top_p", float),
-            "rollout.top_k": ("top_k", lambda k: max(0, int(k))),
+            "rollout.top_k": ("top_k", at_least_zero),
             "rollout.min_p": ("min_p", float),
             "rollout.max_completion_tokens": ("max_new_tokens", int),
         }
@@ -489,7 +489,7 @@ def translate_distillation(t: Translation, processes: int) -> None:
     """Translate the arguments of distillation on the student's own samples."""
     _prompts(t)
     t.move({"rollout.max_completion_tokens": ("max_completion_length", int), "rollout.top_p": ("top_p", float)})
-    t.move({"rollout.top_k": ("top_k", lambda k: max(0, int(k)))})
+    t.move({"rollout.top_k": ("top_k", at_least_zero)})
     _sampling(t)
     t.name_of(["generation_batch_size"])  # has to be that of the other sizes
     _distil(t, processes)

@@ -12,14 +12,29 @@ from atomrl.common.errors import nearest
 from atomrl.config import ConfigError
 from atomrl.tools.importers import verl_sft
 from atomrl.tools.importers.sources import Settings, read_hydra
-from atomrl.tools.importers.translation import PICTURES, TEMPLATE, VIDEOS, Moves, Translation, misspelt, put_gpus
+from atomrl.tools.importers.translation import (
+    PICTURES,
+    TEMPLATE,
+    VIDEOS,
+    Moves,
+    Translation,
+    at_least_zero,
+    files_of,
+    misspelt,
+    put_trackers,
+    run_name,
+)
 from atomrl.tools.importers.verl_sft import (
     OFFLOADED,
     OPTIMIZERS,
+    TOWER,
     put_adapters,
+    put_duration,
+    put_kept,
+    put_machines,
     put_optimizer,
     put_precision,
-    put_trackers,
+    put_sizes,
     put_warmup,
 )
 
@@ -396,22 +411,14 @@ MATH = ("DigitalLearningGmbH/MATH-lighteval", "lighteval/MATH", "HuggingFaceH4/M
 """Data sources whose answers are boxed, by the names of verl's data preparation."""
 
 
-def _at_least_zero(value: Any) -> int:
-    return max(0, int(value))
-
-
-def _files(value: Any) -> Any:
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
-
-
 MOVES: Moves = {
-    "run_name": ("trainer.experiment_name", lambda name: str(name).replace("/", "-").lstrip(".")),
+    "run_name": ("trainer.experiment_name", run_name),
     "output_dir": ("trainer.default_local_dir", str),
     "model.path": (M + "path", str),
     "model.tokenizer": ((M + "tokenizer_path", "data.tokenizer"), str),
     "model.gradient_checkpointing": (M + "enable_gradient_checkpointing", bool),
-    "data.train": ("data.train_files", _files),
-    "data.eval": ("data.val_files", _files),
+    "data.train": ("data.train_files", files_of),
+    "data.eval": ("data.val_files", files_of),
     "data.prompt_field": ("data.prompt_key", str),
     "data.data_source_field": ("data.reward_fn_key", str),
     "data.max_prompt_tokens": ("data.max_prompt_length", int),
@@ -421,7 +428,7 @@ MOVES: Moves = {
     "rollout.completions_per_prompt": (R + "n", int),
     "rollout.temperature": (R + "temperature", float),
     "rollout.top_p": (R + "top_p", float),
-    "rollout.top_k": (R + "top_k", _at_least_zero),
+    "rollout.top_k": (R + "top_k", at_least_zero),
     "rollout.max_completion_tokens": (("data.max_response_length", R + "response_length"), int),
     "rollout.max_concurrent_completions": (R + "max_num_seqs", int),
     "train.epochs_per_step": (A + "ppo_epochs", int),
@@ -432,10 +439,10 @@ MOVES: Moves = {
     "train.max_grad_norm": ((A + "optim.clip_grad", A + "grad_clip"), float),
     "eval.samples_per_prompt": (R + "val_kwargs.n", int),
     "eval.top_p": (R + "val_kwargs.top_p", float),
-    "eval.top_k": (R + "val_kwargs.top_k", _at_least_zero),
-    "eval.every_steps": ("trainer.test_freq", _at_least_zero),
+    "eval.top_k": (R + "val_kwargs.top_k", at_least_zero),
+    "eval.every_steps": ("trainer.test_freq", at_least_zero),
     "eval.before": ("trainer.val_before_train", bool),
-    "checkpoint.every_steps": ("trainer.save_freq", _at_least_zero),
+    "checkpoint.every_steps": ("trainer.save_freq", at_least_zero),
     "checkpoint.keep": ("trainer.max_actor_ckpt_to_keep", int),
     "tracking.wandb_project": ("trainer.project_name", str),
     "rollout.gpu_memory_utilization": (R + "gpu_memory_utilization", float),
@@ -606,7 +613,7 @@ def _policy(path: Path, flags: Settings) -> Translation:
     for name in flags:
         if name.startswith(R + "multi_turn.") and name not in REFUSED:
             t.leave(name, "for multi_turn.enable, which is off")
-    put_verl_gpus(t)
+    put_machines(t)
     t.move(MOVES)
     _data(t)
     if not searches:
@@ -617,7 +624,8 @@ def _policy(path: Path, flags: Settings) -> Translation:
     _reward(t, searches)
     if searches:
         _search(t)
-    put_trackers(t, "trainer.max_actor_ckpt_to_keep")
+    put_trackers(t)
+    put_kept(t, "trainer.max_actor_ckpt_to_keep")
     _differences(t)
     return t
 
@@ -661,15 +669,6 @@ def _search(t: Translation) -> None:
         if t(theirs) is not None:
             t.put(ours, t.integer(theirs), theirs)
     t.differ("a row over its limit", "loses its first tokens", "ends")
-
-
-def put_verl_gpus(t: Translation) -> None:
-    """Set the number of GPUs by `trainer.n_gpus_per_node` and `trainer.nnodes`."""
-    try:
-        machines, each = t.count("trainer.nnodes"), t.count("trainer.n_gpus_per_node")
-        put_gpus(t, machines * each, f"trainer.n_gpus_per_node={each} x trainer.nnodes={machines}", machines)
-    except ConfigError as error:  # an environment variable, such as the number of Slurm's nodes
-        t.approximate(f"the number of GPUs is known only to the shell: {error}")
 
 
 def _check_names(t: Translation, path: Path) -> None:
@@ -727,6 +726,8 @@ def _differences(t: Translation) -> None:
     t.name_of(["trainer.critic_warmup", "critic.optim.weight_decay", "critic.optim.lr_warmup_steps_ratio"])
     if t.version == OLD:
         t.differ("mean of the loss", "over a forward pass, then over passes", "over the tokens of an optimizer step")
+    else:
+        t.differ(TOWER, "trained (freeze_vision_tower=false)", "frozen (model.freeze_vision=true)")
     if t.tree["train"].get("steps") is None:
         t.differ("end of an epoch", "rows that do not fill a batch are dropped", "they come first in the next epoch")
     t.differ("random draws", "its own generators", "the same seed gives another order of rows and other completions")
@@ -736,9 +737,7 @@ def _data(t: Translation) -> None:
     t.chat_template_kwargs("data.apply_chat_template_kwargs")
     t.refuse_set({M + "custom_chat_template": TEMPLATE})
     t.put("data.answer_field", "reward_model.ground_truth")
-    for theirs, ours in (("data.train_max_samples", "data.train_size"), ("data.val_max_samples", "data.eval_size")):
-        if t(theirs) not in (None, -1):
-            t.put(ours, t.integer(theirs), theirs)
+    put_sizes(t)
 
 
 def _overlong_prompts(t: Translation) -> None:
@@ -765,18 +764,9 @@ def _updates(t: Translation) -> None:
     elif size is not None:
         name = t.name_of([A + "ppo_micro_batch_size_per_gpu", A + "ppo_micro_batch_size"])
         t.put("train.rows_per_micro_batch", t.count(str(name)), str(name))
-    steps = None if t("trainer.total_training_steps") is None else t.integer("trainer.total_training_steps")
-    if steps is not None:
-        t.name_of(["trainer.total_epochs"])
-        t.put("train.steps", steps, "trainer.total_training_steps")
-    else:
-        t.put("train.total_epochs", t.number("trainer.total_epochs"), "trainer.total_epochs")
+    steps = put_duration(t)
     put_optimizer(t, A + "optim.")
-    warmup = t(A + "optim.lr_warmup_steps")
-    if warmup is not None and t.integer(A + "optim.lr_warmup_steps") > 0:  # else the share counts
-        put_warmup(t, A + "optim.lr_warmup_steps", steps)
-    else:
-        t.put("train.warmup_ratio", t.number(A + "optim.lr_warmup_steps_ratio"), A + "optim.lr_warmup_steps_ratio")
+    put_warmup(t, steps, A + "optim.lr_warmup_steps", A + "optim.lr_warmup_steps_ratio")
     temperature = t.number(R + "val_kwargs.temperature") if t.flag(R + "val_kwargs.do_sample") else 0.0
     t.put("eval.temperature", temperature, R + "val_kwargs.do_sample", R + "val_kwargs.temperature")
 

@@ -8,7 +8,19 @@ from typing import Any
 
 from atomrl.config import ConfigError
 from atomrl.tools.importers.sources import Settings
-from atomrl.tools.importers.translation import PICTURES, Moves, Translation, put_gpus, same, share
+from atomrl.tools.importers.translation import (
+    PICTURES,
+    TEMPLATE,
+    Moves,
+    Translation,
+    at_least_zero,
+    files_of,
+    put_gpus,
+    put_trackers,
+    run_name,
+    same,
+    share,
+)
 
 PROGRAM = r"verl\.trainer\.(fsdp_sft_trainer|sft_trainer|sft_trainer_ray)"
 VERSION = "verl of August 2026"
@@ -53,6 +65,7 @@ OPTIMIZERS: Mapping[str, Settings] = {
 """Defaults of the optimizers of back ends other than FSDP and Megatron."""
 
 
+TOWER = "the vision tower of a model that has one, if rows have pictures"
 OFFLOADED = tuple(f"optim.override_optimizer_config.{key}" for key in (
     "optimizer_offload_fraction", "offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "optimizer_cpu_offload",
     "use_precision_aware_optimizer",
@@ -60,22 +73,14 @@ OFFLOADED = tuple(f"optim.override_optimizer_config.{key}" for key in (
 """Keys that place an optimizer's state, which change no numbers."""
 
 
-def _at_least_zero(value: Any) -> int:
-    return max(0, int(value))
-
-
-def _files(value: Any) -> Any:
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
-
-
 MOVES: Moves = {
-    "run_name": ("trainer.experiment_name", lambda name: str(name).replace("/", "-").lstrip(".")),
+    "run_name": ("trainer.experiment_name", run_name),
     "output_dir": ("trainer.default_local_dir", str),
     "model.path": (("model.partial_pretrain", "model.path"), str),
     "model.tokenizer": ("model.tokenizer_path", str),
     "model.gradient_checkpointing": ("model.enable_gradient_checkpointing", bool),
-    "data.train": ("data.train_files", _files),
-    "data.eval": ("data.val_files", _files),
+    "data.train": ("data.train_files", files_of),
+    "data.eval": ("data.val_files", files_of),
     "seed": ("trainer.seed", int),
     "train.rows_per_update": ("data.train_batch_size", int),
     "train.max_row_tokens": ("data.max_length", int),
@@ -84,8 +89,8 @@ MOVES: Moves = {
     "train.adam_beta1": ("optim.betas", lambda betas: float(betas[0])),
     "train.adam_beta2": ("optim.betas", lambda betas: float(betas[1])),
     "train.max_grad_norm": ("optim.clip_grad", float),
-    "eval.every_steps": ("trainer.test_freq", _at_least_zero),
-    "checkpoint.every_steps": ("trainer.save_freq", _at_least_zero),
+    "eval.every_steps": ("trainer.test_freq", at_least_zero),
+    "checkpoint.every_steps": ("trainer.save_freq", at_least_zero),
     "checkpoint.keep": ("trainer.max_ckpt_to_keep", int),
     "tracking.wandb_project": ("trainer.project_name", str),
 }
@@ -111,8 +116,7 @@ REASONS = {
 }  # fmt: skip
 REFUSED = {
     "data.custom_cls.path": "rows are read as docs/guides/data.md lists",
-    "data.chat_template": "save it with the model as chat_template.jinja, and remove the key",
-    "model.custom_chat_template": "save it with the model as chat_template.jinja, and remove the key",
+    **dict.fromkeys(("data.chat_template", "model.custom_chat_template"), TEMPLATE),
     "data.image_key": PICTURES,
     "model.lora_adapter_path": "merge the adapters first: atomrl export",
     "model.mtp.enable": "heads for several tokens are not trained",
@@ -128,12 +132,8 @@ def translate(path: Path, flags: Settings) -> Translation:
     t.version = VERSION
     t.reasons = REASONS
     t.refuse_set(REFUSED)
-    try:
-        machines, each = t.count("trainer.nnodes"), t.count("trainer.n_gpus_per_node")
-        if {"trainer.nnodes", "trainer.n_gpus_per_node"} & flags.keys():
-            put_gpus(t, machines * each, f"trainer.n_gpus_per_node={each} x trainer.nnodes={machines}", machines)
-    except ConfigError as error:  # an environment variable
-        t.approximate(f"the number of GPUs is known only to the shell: {error}")
+    if {"trainer.nnodes", "trainer.n_gpus_per_node"} & flags.keys():
+        put_machines(t)
     t.move(MOVES)
     put_precision(t, "engine.", "model.fsdp_config.")
     t.put("data.shuffle", True)
@@ -144,7 +144,8 @@ def translate(path: Path, flags: Settings) -> Translation:
     put_optimizer(t, "optim.")
     _adapters(t)
     t.chat_template_kwargs("data.apply_chat_template_kwargs")
-    put_trackers(t, "trainer.max_ckpt_to_keep")
+    put_trackers(t)
+    put_kept(t, "trainer.max_ckpt_to_keep")
     t.differ(
         "mean of the loss",
         "over a forward pass, then over passes" if old else "over the tokens of the batch",
@@ -154,6 +155,8 @@ def translate(path: Path, flags: Settings) -> Translation:
         t.differ(f"rows over {t.count('data.max_length')} tokens", "an error", "truncated")
     elif t("data.truncation") == "left":
         raise t.refuse("data.truncation", "left", "rows are truncated at the end")
+    if not old:
+        t.differ(TOWER, "trained", "frozen (model.freeze_vision=true)")
     t.differ("random draws", "its own generators", "the same seed gives another order of rows")
     return t
 
@@ -182,9 +185,7 @@ def _rows(t: Translation, old: bool) -> None:
     )
     if messages != "messages":
         t.to_do.append(f"messages_key={messages}: the column is `messages` here: rename it in the file")
-    for theirs, ours in (("data.train_max_samples", "data.train_size"), ("data.val_max_samples", "data.eval_size")):
-        if t(theirs) not in (None, -1):
-            t.put(ours, t.integer(theirs), theirs)
+    put_sizes(t)
 
 
 def _passes(t: Translation) -> None:
@@ -195,18 +196,7 @@ def _passes(t: Translation) -> None:
         name = str(t.name_of(sizes))
         t.put("train.rows_per_micro_batch", t.count(name), name)
     t.name_of([*sizes, "data.use_dynamic_bsz", "data.max_token_len_per_gpu"])
-    if t("trainer.total_training_steps") is not None:
-        t.put("train.steps", t.count("trainer.total_training_steps"), "trainer.total_training_steps")
-        t.name_of(["trainer.total_epochs"])
-    else:
-        t.put("train.total_epochs", t.number("trainer.total_epochs"), "trainer.total_epochs")
-    warmup, ratios = t("optim.lr_warmup_steps"), ("optim.lr_warmup_steps_ratio", "optim.warmup_steps_ratio")
-    t.name_of(ratios)
-    if warmup is not None and t.integer("optim.lr_warmup_steps") > 0:
-        steps = t("trainer.total_training_steps")
-        put_warmup(t, "optim.lr_warmup_steps", None if steps is None else t.count("trainer.total_training_steps"))
-    else:
-        t.put("train.warmup_ratio", t.number(str(t.name_of(ratios))), *ratios)
+    put_warmup(t, put_duration(t), "optim.lr_warmup_steps", "optim.lr_warmup_steps_ratio", "optim.warmup_steps_ratio")
 
 
 def _adapters(t: Translation) -> None:
@@ -255,10 +245,50 @@ def put_optimizer(t: Translation, place: str) -> None:
             t.differ("first learning rate of a warm-up", f"{begin}={t(begin)}", "the first part of the rise from 0")
 
 
-def put_warmup(t: Translation, name: str, steps: int | None) -> None:
-    """Set the warm-up from its number of steps, of `steps` in all; left to the user if that number is not known."""
-    updates = t.integer(name)
-    if steps:
+def put_machines(t: Translation) -> None:
+    """Set the number of GPUs by `trainer.n_gpus_per_node` and `trainer.nnodes`."""
+    try:
+        machines, each = t.count("trainer.nnodes"), t.count("trainer.n_gpus_per_node")
+        put_gpus(t, machines * each, f"trainer.n_gpus_per_node={each} x trainer.nnodes={machines}", machines)
+    except ConfigError as error:  # an environment variable, such as the number of Slurm's nodes
+        t.approximate(f"the number of GPUs is known only to the shell: {error}")
+
+
+def put_sizes(t: Translation) -> None:
+    """Set the number of rows that are read of each file."""
+    for theirs, ours in (("data.train_max_samples", "data.train_size"), ("data.val_max_samples", "data.eval_size")):
+        if t(theirs) not in (None, -1):
+            t.put(ours, t.integer(theirs), theirs)
+
+
+def put_duration(t: Translation) -> int | None:
+    """Set the number of steps, or of epochs.
+
+    Returns:
+        The number of steps, if the file has it.
+    """
+    t.name_of(["trainer.total_epochs"])
+    if t("trainer.total_training_steps") is None:
+        t.put("train.total_epochs", t.number("trainer.total_epochs"), "trainer.total_epochs")
+        return None
+    steps = t.count("trainer.total_training_steps")
+    t.put("train.steps", steps, "trainer.total_training_steps")
+    return steps
+
+
+def put_warmup(t: Translation, steps: int | None, name: str, *ratios: str) -> None:
+    """Set the warm-up: its number of steps counts if it is above 0, and is left to the user if `steps` is not known.
+
+    Args:
+        steps: number of steps of the run.
+        name: key of the number of warm-up steps.
+        ratios: names of the key of their share of all steps.
+    """
+    t.name_of(ratios)
+    updates = 0 if t(name) is None else t.integer(name)
+    if updates <= 0:
+        t.put("train.warmup_ratio", t.number(str(t.name_of(ratios))), *ratios)
+    elif steps:
         t.put("train.warmup_ratio", share(updates, steps), name, because="of the number of steps")
     else:
         t.to_do.append(
@@ -285,13 +315,7 @@ def put_precision(t: Translation, *places: str) -> None:
         t.differ("weights that the optimizer updates", "bfloat16", "float32, computed in bfloat16")
 
 
-def put_trackers(t: Translation, keep: str) -> None:
-    """Translate `trainer.logger`, given the key that limits the number of checkpoints."""
-    loggers = t("trainer.logger")
-    loggers = [loggers] if isinstance(loggers, str) else list(loggers or [])
-    known = [name for name in loggers if name in ("wandb", "tensorboard", "mlflow", "trackio")]
-    t.put("tracking.sinks", known, "trainer.logger")
-    if unknown := [name for name in loggers if name not in (*known, "console")]:
-        t.approximate(f"trainer.logger: {', '.join(unknown)} has no counterpart; metrics.jsonl has every step")
+def put_kept(t: Translation, keep: str) -> None:
+    """Say how many checkpoints are kept without `keep`, the key that limits their number."""
     if not t.is_set(keep):
         t.approximate(f"{keep}=null keeps all checkpoints; here checkpoint.keep is 2")

@@ -556,14 +556,13 @@ def draw_curves(run: Path | Run | Sequence[Path | Run], out: Path | None = None)
         ImportError: matplotlib is not installed.
         ReadError: the run has no metrics.
     """
-    given = [run] if isinstance(run, Path | Run) else list(run)
-    drawn = panels(with_metrics(given[0])) if len(given) == 1 else compared(given)
-    runs = [each.path if isinstance(each, Run) else each for each in given]
+    runs = [*map(with_metrics, [run] if isinstance(run, Path | Run) else run)]
+    drawn = panels(runs[0]) if len(runs) == 1 else compared(runs)
     message = "plotting needs matplotlib: pip install 'atomrl[plot]'"
     with reraise_as(ImportError, message, ImportError):
         from matplotlib.figure import Figure
 
-    names = run_names(runs)
+    names = run_names([each.path for each in runs])
     figure = Figure(figsize=(10, 6.4), dpi=150, layout="constrained")
     figure.suptitle(", ".join(names), x=0.012, ha="left", fontweight="bold")
     axes = list(figure.subplots(2, 2).flat)
@@ -571,7 +570,7 @@ def draw_curves(run: Path | Run | Sequence[Path | Run], out: Path | None = None)
         _draw_panel(axis, title, lines, names)
     for axis in axes[len(drawn) :]:
         axis.set_axis_off()
-    out = out or (runs[0] if len(runs) == 1 else Path()) / "curves.png"
+    out = out or (runs[0].path if len(runs) == 1 else Path()) / "curves.png"
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)
     return out
@@ -583,12 +582,12 @@ def run_names(runs: Sequence[Path]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(run) for run in runs]
 
 
-def compared(runs: Sequence[Path | Run]) -> dict[str, dict[str, Points]]:
+def compared(runs: Sequence[Run]) -> dict[str, dict[str, Points]]:
     """Return the panels of several runs. A line's label is `RUN`, or `RUN, held-out` (the first data source)."""
     merged: dict[str, dict[str, Points]] = {}
-    names = run_names([run.path if isinstance(run, Run) else run for run in runs])
+    names = run_names([run.path for run in runs])
     for name, run in zip(names, runs, strict=True):
-        for title, lines in panels(with_metrics(run)).items():
+        for title, lines in panels(run).items():
             panel = merged.setdefault(title, {})
             held_out = [line for label, line in lines.items() if label != "train" and title in HELD_OUT]
             panel |= {name: lines["train"]} | ({f"{name}, held-out": held_out[0]} if held_out else {})
