@@ -226,6 +226,9 @@ def load_policy(
     # Quantize layer by layer before the move, so that the GPU never holds all full weights.
     if quantization is not None:
         quantize(getattr(policy, "inner", policy), policy.head_weight, quantization, torch.device(device))
+    for parameter in policy.parameters():
+        if parameter.device.type == "cpu":  # a view of the mapped file, and a single one would keep all of it mapped
+            parameter.data = parameter.data.to(device, copy=True)
     policy.to(device)
     if lora is not None or not trainable:
         policy.requires_grad_(False)

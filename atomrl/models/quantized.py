@@ -6,6 +6,7 @@ weights, so they sample from exactly the policy that is trained. `nf4` is bitsan
 that name, it does not quantize activations, because an engine would not do so.
 """
 
+import ctypes
 import logging
 from collections.abc import Iterator
 from functools import cache
@@ -24,6 +25,10 @@ BLOCK, SCALE_BLOCK = 64, 256
 """nf4: weights per scale, and scales per second-level scale."""
 ROUNDED_AT_ONCE = 2**18
 """Weights of int8 that a CPU dequantizes at once."""
+LARGE = 2**20
+"""Bytes of a tensor that is returned to the system when it is freed (`_free_at_once`)."""
+_MMAP_THRESHOLD = -3
+"""`M_MMAP_THRESHOLD` of malloc.h."""
 
 
 def bitsandbytes() -> Any:
@@ -185,9 +190,22 @@ def quantize(inner: nn.Module, head: Tensor, kind: Quantization, device: torch.d
     Raises:
         ConfigError: the model has no linear layers, or bitsandbytes is not installed.
     """
-    for name, linear in linears(inner, head, kind).items():
+    layers = linears(inner, head, kind)
+    if device.type == "cpu":
+        _free_at_once()
+    for name in [*layers]:  # each full weight is freed before the next one is moved
         parent, _, own = name.rpartition(".")
-        setattr(inner.get_submodule(parent), own, QuantizedLinear(linear.to(device), kind))
+        setattr(inner.get_submodule(parent), own, QuantizedLinear(layers.pop(name).to(device), kind))
+
+
+def _free_at_once() -> None:
+    """Let malloc take memory for dequantized weights from the system, and return it when they are freed.
+
+    Between smaller tensors it would be kept, and a run would take several times the memory of its tensors (glibc).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, LARGE)
 
 
 def linears(inner: nn.Module, head: Tensor, kind: Quantization) -> dict[str, nn.Linear]:
