@@ -346,6 +346,31 @@ class FrozenBase:
             )
 
 
+class RoundedWeights:
+    """Memory of an engine in this process, into which updates round the trained weights.
+
+    The engine's weights are the trained ones in the dtype of the forward pass, which the trainer needs as well.
+    Only for engines that do not sample while the trainer computes: an update may round weights of a later version.
+
+    Args:
+        parameters: published name -> the trainer's parameter, in float32.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.places: dict[tuple[int, ...], Tensor] = {}
+        """Addresses of parameters -> their rounded values, concatenated."""
+
+    def offer(self, names: Sequence[str], memory: Tensor) -> None:
+        """Let these weights be rounded into `memory`, [sum of out, in] in the engine's dtype."""
+        self.places[tuple(self.parameters[name].data_ptr() for name in names)] = memory
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that are held once."""
+        return sum(memory.nbytes for memory in self.places.values())
+
+
 class TrainingBackend(Protocol):
     """Holds the trained policy, its optimizer, and the other models of a run (reference, critic, teacher)."""
 
@@ -379,6 +404,9 @@ class TrainingBackend(Protocol):
 
     def frozen_base(self) -> FrozenBase | None:
         """Return the frozen weights that an engine in this process may share; None: there are none."""
+
+    def rounded_weights(self) -> RoundedWeights | None:
+        """Return the trained weights that may be rounded into an engine in this process; None: there are none."""
 
     def free_memory(self) -> None:
         """Release cached GPU memory for other processes on the device; no effect on a CPU."""

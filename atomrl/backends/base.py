@@ -63,6 +63,7 @@ from atomrl.protocols import (
     ModelInput,
     ModelOutputs,
     Output,
+    RoundedWeights,
     RowUnit,
     UpdateOutput,
     WeightUpdate,
@@ -462,6 +463,7 @@ class BaseBackend(ABC):
                 role.model.vision = Vision(role.model.inner, images)
         self.trained = {name: role.optimizer for name, role in self.roles.items() if role.optimizer}
         self.policy = next(iter(self.roles.values()))
+        self.rounded = RoundedWeights({})
         """The policy or the reward model; in a back end with neither, its first model."""
         self.tokens_without_gradient: int | None = None
         """Padded tokens per micro-batch of a pass without gradient; None: `tokens_per_micro_batch`."""
@@ -506,6 +508,10 @@ class BaseBackend(ABC):
 
     def frozen_base(self) -> FrozenBase | None:
         """Return None; `LocalBackend` may have one."""
+        return None
+
+    def rounded_weights(self) -> RoundedWeights | None:
+        """Return None; `LocalBackend` may have some."""
         return None
 
     def free_memory(self) -> None:
@@ -741,7 +747,7 @@ class BaseBackend(ABC):
             mine += [torch.tensor([], dtype=torch.long)] * (self.collective.max(len(mine)) - len(mine))
             # `round_once` lets micro-batches share one rounded copy of the weights.
             try:
-                with round_once():
+                with round_once(self.rounded.places):
                     result = compute(mine)
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -831,6 +837,14 @@ class LocalBackend(BaseBackend):
         # A base layer comes after the layer of peft around it, and takes its name.
         modules = {name.removesuffix(".base_layer"): module for name, module in model.named_modules()}
         return FrozenBase(modules, ranks)
+
+    def rounded_weights(self) -> RoundedWeights | None:
+        """Return the trained weights of a decoder, if its forward pass rounds them; None with adapters, too."""
+        model = self.policy.model
+        if not isinstance(model, GPT) or has_adapters(model) or model.compute_dtype in (None, torch.float32):
+            return None
+        self.rounded = RoundedWeights(dict(model.named_parameters()))
+        return self.rounded
 
     def save(self, folder: Path) -> None:
         """Save a checkpoint: models and tokenizer in Hugging Face layout, and the state for an exact resume.

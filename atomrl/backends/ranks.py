@@ -214,6 +214,8 @@ class DistributedBackend:
     def frozen_base(self) -> None:
         """Return None: the weights are in other processes."""
 
+    rounded_weights = frozen_base
+
     def free_memory(self) -> None:
         """Return the allocators' cached memory to the GPUs."""
         self._call_each(self._handles, "free_memory")

@@ -23,7 +23,7 @@ from atomrl.models.gpt import Decoder, DecoderSpec, RMSNorm
 from atomrl.models.kernels import load_library
 from atomrl.models.loading import has_bfloat16
 from atomrl.models.quantized import QuantizedLinear, nf4_kernels
-from atomrl.protocols import Adapter, FrozenBase
+from atomrl.protocols import Adapter, FrozenBase, RoundedWeights
 
 # --------------------------------------------------------------------------------------------------------------------
 # The C++ kernels of `kernels.cpp`.
@@ -172,8 +172,8 @@ class StackedLinear:
         self.adapters: dict[int, tuple[Tensor, Tensor]] = {}
         """Projection -> A^T and scale x B^T, float32."""
         self.shared = shared
-        # A tensor that is made in inference mode could not be used in the trainer's forward pass.
-        with torch.inference_mode(shared is None and torch.is_inference_mode_enabled()), torch.no_grad():
+        # A tensor that is made in inference mode could not be used, or written, by the trainer.
+        with torch.inference_mode(False), torch.no_grad():
             self.bias = torch.empty(ends[-1], dtype=compute, device=device) if bias else None
             if shared is not None and self.bias is not None:
                 shared.place("bias", (self.bias[part] for part in self.parts))
@@ -535,6 +535,13 @@ class DecoderModel:
             linear, part = self.linears.get(name.removesuffix("bias") + "weight" * name.endswith("bias"), (None, 0))
             if linear is not None:
                 linear.load(part, tensor)
+
+    def offer(self, rounded: RoundedWeights) -> None:
+        """Let the trainer round its weights into those of the layers; only the layout of a GPU is the trainer's."""
+        for linear in {id(linear): linear for linear, _ in self.linears.values()}.values():
+            if linear is not self.head and isinstance(linear, WideLinear):
+                names = [name for name, (other, _) in self.linears.items() if other is linear]  # in their order
+                rounded.offer(names, linear.store)
 
     def set_adapters(self, adapters: Mapping[str, Adapter]) -> None:
         """Replace all adapters, by the name of the weight that they adapt.

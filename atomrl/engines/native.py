@@ -119,6 +119,8 @@ class NativeEngine(RequestEngine):
                 unused = {"lm_head.weight"} if spec.tied_head else ()  # state dicts contain it nevertheless
                 weights = read_weights(path, trust_remote_code=options.trust_remote_code)
                 model.load(fitting_weights(weights, weight_shapes(spec), unused).items())
+            if options.rounded is not None:
+                model.offer(options.rounded)
             eos = eos_token_ids(base_path(path), config, tokenizer)
             return cls(model, rope_table(config, device), eos, tokenizer, options.max_concurrent_completions, ops)
 

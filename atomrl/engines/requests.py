@@ -24,7 +24,7 @@ from atomrl.common.errors import did_you_mean
 from atomrl.common.processes import progress
 from atomrl.config import ConfigError
 from atomrl.models.vision import Patches
-from atomrl.protocols import FrozenBase, RolloutEngine, WeightHash, WeightUpdate
+from atomrl.protocols import FrozenBase, RolloutEngine, RoundedWeights, WeightHash, WeightUpdate
 from atomrl.tracking.run_directory import installed_version
 from atomrl.types import (
     FinishReason,
@@ -215,6 +215,8 @@ class EngineOptions:
     """How weights are sent to servers: `files` or `collective`."""
     base: FrozenBase | None = None
     """The trainer's frozen weights, for engines with `shares_base`."""
+    rounded: RoundedWeights | None = None
+    """The trainer's weights that may be rounded into the engine's memory, for engines with `shares_base`."""
     images: Patches | None = None
     """Reads the patches of pictures; None: prompts have none."""
 

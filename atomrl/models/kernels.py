@@ -16,7 +16,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -123,6 +123,7 @@ _NORM_PARTS = 32
 """Partial sums of a norm's weight gradient: a fixed number, so that results do not depend on the number of threads."""
 _plain = False
 _rounded: dict[tuple[int, ...], tuple[list[int], Tensor]] | None = None
+_places: Mapping[tuple[int, ...], Tensor] = {}
 
 
 @contextmanager
@@ -159,17 +160,20 @@ def stacked(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 @contextmanager
-def round_once() -> Iterator[None]:
+def round_once(places: Mapping[tuple[int, ...], Tensor] | None = None) -> Iterator[None]:
     """Round weights to the compute dtype once for all micro-batches inside the block, instead of at each use.
 
     This takes the memory of a rounded copy of the decoder's linear weights.
+
+    Args:
+        places: addresses of concatenated weights -> memory for them in the compute dtype; others get their own.
     """
-    global _rounded
-    before, _rounded = _rounded, {}
+    global _rounded, _places
+    before, _rounded, _places = (_rounded, _places), {}, places or {}
     try:
         yield
     finally:
-        _rounded = before
+        _rounded, _places = before
 
 
 def rounded(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -179,7 +183,13 @@ def rounded(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     # Keyed by address: saved-tensor hooks return other tensor objects in the backward pass.
     key, versions = tuple(tensor.data_ptr() for tensor in tensors), [tensor._version for tensor in tensors]
     if key not in _rounded or _rounded[key][0] != versions:
-        _rounded[key] = versions, stacked(tensors, dtype)
+        place = _places.get(key)
+        if place is None:
+            place = stacked(tensors, dtype)
+        else:
+            for part, tensor in zip(place.split([len(tensor) for tensor in tensors]), tensors, strict=True):
+                part.copy_(tensor)
+        _rounded[key] = versions, place
     return _rounded[key][1]
 
 

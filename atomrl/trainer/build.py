@@ -52,7 +52,7 @@ from atomrl.models.transformers_model import check_causal
 from atomrl.models.vision import why_no_images
 from atomrl.objectives import PolicyObjective, PreferenceObjective
 from atomrl.objectives.token_weights import TokenTIS
-from atomrl.protocols import Algorithm, FrozenBase, RolloutEngine, TrainingBackend
+from atomrl.protocols import Algorithm, FrozenBase, RolloutEngine, RoundedWeights, TrainingBackend
 from atomrl.tracking.reading.lines import flat_tree
 from atomrl.tracking.run_directory import FRESH_MODEL, IMAGES, RunDirectory, is_begun
 from atomrl.types import SAMPLING_KEYS, SamplingParams
@@ -197,6 +197,7 @@ def build_engine(
     tokenizer: Any,
     cluster: RayCluster | None = None,
     base: FrozenBase | None = None,
+    rounded: RoundedWeights | None = None,
     images: ImageReader | None = None,
 ) -> RolloutEngine:
     """Build the engine of a run: in this process, or replicas in Ray actors if there is a `cluster`.
@@ -206,6 +207,7 @@ def build_engine(
     Args:
         path: folder or hub name of the engine's initial weights.
         base: the trainer's frozen weights, if the trainer is in this process.
+        rounded: its trained weights, if the engine does not sample while it computes.
         images: reads the pictures of prompts; None: there are none.
 
     Raises:
@@ -231,6 +233,7 @@ def build_engine(
             whole_logprobs=rollout.temperature == 1 and rollout.logprobs_over == "vocabulary",
             gpu_memory_utilization=EngineOptions.gpu_memory_utilization if share == "auto" else share,
             base=base,
+            rounded=rounded,
             images=images,
             **rollout.model_dump(
                 include={"tensor_parallel", "engine_args", "server", "server_timeout_s", "server_weights"}

@@ -365,6 +365,8 @@ def memory_estimate(
         # New gradients before they are accumulated: of gate and up, and of a tied embedding between its two uses.
         "fresh gradients": 0 if model.lora else (2 * inner + vocab) * hidden * FLOAT32,
     }
+    if device != "cpu" and compute < FLOAT32 and rounds_into_engine(config, shape):
+        parts["rounded weights"] = 0
     if config.kind == "rl" or (config.pretrain and config.pretrain.sample_every_steps):
         parts["engine weights"] = total * compute // rollout.tensor_parallel
         if shares_base(config, shape, device, compute):
@@ -417,6 +419,19 @@ def why_two_copies(config: RunConfig, shape: Any, device: str, compute: int) -> 
 def shares_base(config: RunConfig, shape: Any, device: str, compute: int) -> bool:
     """Return True if the engine uses the trainer's frozen weights (`protocols.FrozenBase`); see `why_two_copies`."""
     return why_two_copies(config, shape, device, compute) is None
+
+
+def rounds_into_engine(config: RunConfig, shape: Any) -> bool:
+    """Return True if updates round trained weights into the engine's memory (`protocols.RoundedWeights`), on a GPU.
+
+    An engine of an asynchronous run samples while the trainer computes, and its weights must have one version.
+    """
+    model, rollout = config.model, config.rollout
+    here = config.backend is None and config.cluster is None and config.asynchronous is None
+    return (
+        (config.kind == "rl" and here and rollout.source != "pool" and chosen_class(rollout).shares_base)
+        and model.lora is None and not model.compile and unsupported(shape) is None
+    )  # fmt: skip
 
 
 def _own_bytes(config: RunConfig, shape: Any, device: str, compute: int) -> int:

@@ -55,7 +55,7 @@ from atomrl.trainer.cluster import open_cluster
 from atomrl.trainer.engine_choice import with_engine, with_share
 from atomrl.trainer.evaluate import evaluate
 from atomrl.trainer.loop import MAX_IDLE_STEPS, Progress, stop_request
-from atomrl.trainer.memory import takes_turns, why_two_copies
+from atomrl.trainer.memory import rounds_into_engine, takes_turns, why_two_copies
 from atomrl.trainer.own_functions import check_own_functions, function_sources
 from atomrl.trainer.pool_codec import problem_json
 from atomrl.trainer.pool_source import PoolSource, PublishedWeights, WeightFollower
@@ -314,8 +314,13 @@ class RLRun(PreparedRun):
             compute = compute_dtype(config.model.dtype, device).itemsize
             reason = why_two_copies(config, shape, device, compute)
             base = self.trainer.frozen_base() if reason is None else None
-            engine = build.build_engine(engine_config, self.path, self.tokenizer, self.cluster, base, self.image_reader)
+            rounded = self.trainer.rounded_weights() if rounds_into_engine(config, shape) else None
+            engine = build.build_engine(
+                engine_config, self.path, self.tokenizer, self.cluster, base, rounded, self.image_reader
+            )
             stack.callback(engine.close)
+            if rounded is not None and rounded.bytes:
+                self._note(f"updates round weights into the engine's: {rounded.bytes / 2**30:.2f} GiB are held once")
             if base is not None:
                 self._note(f"the engine uses the trainer's base weights: {base.bytes / 2**30:.2f} GiB are held once")
             elif config.model.lora is not None:

@@ -12,12 +12,14 @@ import atomrl
 from atomrl.algorithms import objective_of
 from atomrl.backends.base import LocalBackend
 from atomrl.config import LoraConfig, ModelConfig, TrainConfig
+from atomrl.engines import decoder
 from atomrl.engines.cache import run_prompts
 from atomrl.engines.native import NativeEngine
 from atomrl.engines.paged import PlainOps
 from atomrl.engines.requests import EngineOptions, generate
+from atomrl.models import kernels, loading
 from atomrl.models.loading import load_tokenizer
-from atomrl.protocols import FrozenBase
+from atomrl.protocols import FrozenBase, RoundedWeights
 from atomrl.trainer.build import ENGINES
 from atomrl.types import SamplingParams
 from atomrl.weight_sync.transfer import InProcessTransfer, WeightMismatch
@@ -60,7 +62,7 @@ def run(folder: Path, name: str, model: dict[str, Any], **sections: Any) -> tupl
         reward=unlike,
     )
     made = folder / "runs" / name
-    [adapters] = (made / "model").glob("adapter*.safetensors")
+    [adapters] = (made / "model").glob("*.safetensors")
     rows = [json.loads(line) for file in sorted(made.glob("rollouts/*/train.jsonl")) for line in file.open()]
     metrics = [json.loads(line) for line in (made / "metrics.jsonl").open()]
     told = [{k: v for k, v in row.items() if not k.startswith(("timing", "perf", "time", "memory"))} for row in metrics]
@@ -112,6 +114,33 @@ def test_one_copy_equals_two(
     assert one[1] == two[1]
     for first, second in zip(one[2], two[2], strict=True):
         assert first == pytest.approx(second, rel=1e-5, abs=1e-6), first["step"]
+
+
+@pytest.mark.parametrize("model", [{}, {"gradient_checkpointing": True}])
+def test_updates_round_weights_into_the_engines_matrices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any]
+) -> None:
+    """With several updates in a step, whose weights the engine never samples from. bfloat16 is stored, as on a GPU."""
+    monkeypatch.setitem(ENGINES, "native", PagedEngine)
+    for module in (loading, decoder):
+        monkeypatch.setattr(module, "has_bfloat16", lambda device: True)
+    path = str(make_tiny_model(tmp_path / "model", **UNTIED))
+    settings = {"path": path, "dtype": "bfloat16", "lora": None} | model
+    train = {"steps": 2, "learning_rate": 0.001, "rows_per_update": 8}
+    offered: list[RoundedWeights] = []
+    original = LocalBackend.rounded_weights
+    monkeypatch.setattr(LocalBackend, "rounded_weights", lambda self: offered.append(original(self)) or offered[-1])
+    copies, stacked = [], kernels.stacked
+    monkeypatch.setattr(kernels, "stacked", lambda parts, dtype: copies.append(parts[0].dim()) or stacked(parts, dtype))
+    one = run(tmp_path, "one", settings, train=train)
+    assert set(copies) == {1}  # biases
+    assert "are held once" in (tmp_path / "runs" / "one" / "log.txt").read_text()
+    assert len(offered[0].places) == 2 * 4  # q|k|v, o, gate|up and down of two layers
+    monkeypatch.setattr(LocalBackend, "rounded_weights", lambda self: None)
+    two = run(tmp_path, "two", settings, train=train)
+    assert one[1:] == two[1:]
+    for name, weight in one[0].items():
+        assert torch.equal(weight, two[0][name]), name
 
 
 @pytest.mark.parametrize("kind", [None, "nf4"])
