@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -211,6 +212,15 @@ def in_shards(folder):
     (folder / "model.safetensors").unlink()
     model.save_pretrained(folder, max_shard_size="20KB")
     return folder
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux tells what is mapped")
+def test_a_loaded_model_does_not_keep_its_file_mapped(tmp_path):
+    """One parameter that is a view of the file keeps all of it in memory."""
+    folder = make_tiny_model(tmp_path / "model")
+    model = load_policy(folder, dtype="float32")
+    assert model.model.embed_tokens.weight.device.type == "cpu"
+    assert str(folder) not in Path("/proc/self/maps").read_text()
 
 
 def test_a_stray_file_beside_the_index_does_not_matter(tmp_path):

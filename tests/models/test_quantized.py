@@ -1,5 +1,7 @@
 """A base in 4 or 8 bits: its memory, its gradient, what an engine draws with, and what is exported."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from atomrl.config import ConfigError, LoraConfig, ModelConfig, RunConfig
 from atomrl.models.gpt import GPT
 from atomrl.models.loading import load_policy, load_tokenizer, model_weights
 from atomrl.models.lora import adapters_disabled, export, save_adapters
-from atomrl.models.quantized import QuantizedLinear, quantized_layers
+from atomrl.models.quantized import QuantizedLinear, quantize, quantized_layers
 from atomrl.models.transformers_model import HFModel
 from atomrl.protocols import WeightUpdate
 from atomrl.trainer.build import build_engine
@@ -87,6 +89,21 @@ def test_nf4_takes_a_quarter_of_bfloat16():
     assert size <= 1.1 * layer.weight.nbytes / 4
     half = sum(parameter.nbytes for parameter in QuantizedLinear(layer, "int8").parameters())
     assert half <= 1.01 * layer.weight.nbytes / 2
+
+
+def test_a_full_weight_is_freed_before_the_next_one_is_quantized(monkeypatch):
+    """Or a GPU would hold the whole base beside its codes while it is loaded."""
+    full, counts, create = weakref.WeakSet(), [], QuantizedLinear.__init__
+
+    def counted(self, linear, kind):
+        full.add(linear)
+        counts.append(len(full))
+        create(self, linear, kind)
+
+    monkeypatch.setattr(QuantizedLinear, "__init__", counted)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    quantize(model, torch.empty(0), "int8", torch.device("cpu"))
+    assert counts == [1, 1, 1]
 
 
 def test_the_backward_pass_keeps_no_weights():
