@@ -160,7 +160,7 @@ def device_name(wanted: str = "auto") -> str:
 
 
 def chosen_class(rollout: RolloutConfig) -> type[RequestEngine]:
-    """Return the class of `rollout.engine`. `auto` is the native engine here; `engine_choice.with_engine` resolves it.
+    """Return the class of `rollout.engine`. `auto` is the native engine here; `auto.with_engine` resolves it.
 
     Raises:
         ConfigError: the engine is unknown.

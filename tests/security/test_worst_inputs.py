@@ -19,6 +19,7 @@ from atomrl.environments.adapters import actions_in
 from atomrl.environments.builtin import action_of, first_block
 from atomrl.environments.retrieval.index import Words
 from atomrl.environments.tool_calls import FORMS, find_calls
+from atomrl.planner.gpus import gpu_of
 from atomrl.rewards import latex as boxes
 from atomrl.rewards import verifiable as tasks
 from atomrl.rewards.answers import (
@@ -45,7 +46,6 @@ from atomrl.tracking.reading import comparison
 from atomrl.tracking.run_directory import rollout_rows
 from atomrl.trainer import own_functions as trial
 from atomrl.trainer.evaluate import figures, judged
-from atomrl.trainer.memory import gpu_of
 from atomrl.trainer.report import answer_end, hedges, is_empty, repeats, runs_on
 from atomrl.types import Problem
 from tests.rewards.batches import trajectory
@@ -95,7 +95,7 @@ READERS = {
     "environments/tools": [tools.URL.search],
     "environments/retrieval/index": [Words("none")],
     "trainer/report": [answer_end, repeats, lambda text: hedges(text, "18"), is_empty],
-    "trainer/memory": [gpu_in],
+    "planner/gpus": [gpu_in],
     "trainer/own_functions": [trial.ELSEWHERE.search],
     "rewards/answers": [
         normalise_text,

@@ -160,7 +160,7 @@ def checksum(payload: bytes) -> bytes:
 
 
 def columns(group: Sequence[Trajectory]) -> dict[str, Any]:
-    """Return the columns of a group in the pool's table (`pool_store.SCHEMA`)."""
+    """Return the columns of a group in the pool's table (`store.SCHEMA`)."""
     payload, digest = encode(group)
     all_versions = {part.policy_version for item in group for part in item.segments}
     versions = [version for version in all_versions if version is not None] or [0]

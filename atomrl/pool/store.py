@@ -25,7 +25,7 @@ from filelock import FileLock
 
 from atomrl.common.files import write_jsonl
 from atomrl.config import PoolConfig
-from atomrl.trainer.pool_codec import BUSY_S, LeaseLost, PoolError, checksum, columns, decode, episode_of, pool_errors
+from atomrl.pool.codec import BUSY_S, LeaseLost, PoolError, checksum, columns, decode, episode_of, pool_errors
 from atomrl.types import Problem, RaggedIds, RewardFailure, Segment, Trajectory
 
 # --------------------------------------------------------------------------------------------------------------------
