@@ -99,7 +99,7 @@ PATH: Mapping[str, Sequence[str]] = {
         "batches.py::select_rows",
         "batches.py::batch_to_device",
         "backends/base.py::BaseBackend.forward",
-        "backends/base.py::sources",
+        "backends/roles.py::sources",
         "models/attention.py::states_before",
         "atoms/logprobs.py::row_logprobs",
         "atoms/logprobs.py::fused_token_logprobs",

@@ -36,8 +36,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
-from atomrl.backends.base import SOURCES, TRAINED, RoleName
 from atomrl.backends.group import START_S, STOPPED_S, RankFailed, RankLost, Ranks
+from atomrl.backends.roles import SOURCES, TRAINED, RoleName
 from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.cluster.ray_cluster import Actor, RayCluster, identity
 from atomrl.common.errors import reraise_as

@@ -19,9 +19,10 @@ import torch
 
 from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.algorithms.sft import PRETRAINING, SFT
-from atomrl.backends.base import LocalBackend, RoleName
 from atomrl.backends.group import Ranks
+from atomrl.backends.local import LocalBackend
 from atomrl.backends.ranks import CONTENTS, RankedKind, rank_count, start_actors, start_rank_actors, start_ranks
+from atomrl.backends.roles import RoleName
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.common.chat_template import set_template
 from atomrl.common.errors import reraise_as

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.common import processes as module
 from atomrl.common.processes import HUNG, HangWatch, phase, progress
 from atomrl.config import ModelConfig, TrainConfig, load_config

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from atomrl.algorithms import objective_of
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.backends.optimizer import Diverged
 from atomrl.config import DataConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
 from atomrl.data.rows import to_rows

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.config import CriticConfig, LoraConfig
 from atomrl.engines.fake import FakeEngine
 from atomrl.models.loading import model_weights

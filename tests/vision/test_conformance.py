@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from atomrl.algorithms.grpo import GRPO
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.batches import select_rows
 from atomrl.config import DataConfig, ModelConfig, TrainConfig
 from atomrl.data.files import RawRow
