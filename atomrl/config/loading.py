@@ -24,7 +24,7 @@ from atomrl.common.secrets import mask_secrets
 from atomrl.common.yaml_files import config_file, read_yaml
 from atomrl.config.run import RunConfig
 from atomrl.config.schema import FORMS, BackendConfig, ResourceConfig, RolloutConfig
-from atomrl.objectives.base import Choice
+from atomrl.objectives.choice import Choice
 
 # --------------------------------------------------------------------------------------------------------------------
 # Load a config

@@ -29,7 +29,7 @@ from atomrl.models.loading import base_path, load_tokenizer, model_config_only, 
 from atomrl.models.reward_model import Reader
 from atomrl.models.tokenizer import make_tokenizer
 from atomrl.objectives import PreferenceObjective
-from atomrl.objectives.base import not_none
+from atomrl.objectives.choice import not_none
 from atomrl.protocols import TrainingBackend
 from atomrl.tracking.checkpoints import tokenizer_identity
 from atomrl.trainer.base import Evaluation, PreparedRun, identity

@@ -27,7 +27,7 @@ from atomrl.data.rows import to_rows
 from atomrl.data.stored import read_lengths, write_lengths
 from atomrl.models.loading import compute_dtype, model_config_only, resolve_folder
 from atomrl.models.memory import count_parameters
-from atomrl.objectives.base import not_none
+from atomrl.objectives.choice import not_none
 from atomrl.pool.codec import problem_json
 from atomrl.pool.store import RolloutPool
 from atomrl.pool.weights import PublishedWeights, WeightFollower

@@ -32,7 +32,8 @@ from atomrl.config.run import objective_in, setting_in
 from atomrl.data.rows import to_rows, with_advantages
 from atomrl.objectives import PolicyObjective
 from atomrl.objectives.advantage import NoAdvantage
-from atomrl.objectives.base import Custom, equation, page
+from atomrl.objectives.choice import Custom
+from atomrl.objectives.explain import equation, page
 from atomrl.objectives.policy import COEFFICIENT
 from atomrl.objectives.policy_loss import PolicyInputs
 from atomrl.objectives.token_weights import RolloutInputs, rollout_is_product
