@@ -33,8 +33,9 @@ from atomrl.batches import (
     select_rows,
     zero_weight_row,
 )
+from atomrl.common.hangs import progress
+from atomrl.common.launchers import launched
 from atomrl.common.metrics import Count, Metrics, merge
-from atomrl.common.processes import launched, progress
 from atomrl.common.threads import to_device, unit
 from atomrl.config import ConfigError, CriticConfig, ModelConfig, TrainConfig
 from atomrl.models.attention import states_before, total

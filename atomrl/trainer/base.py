@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 from atomrl.backends.group import RankFailed, RankLost, RankOutOfMemory
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.common.files import model_identity
+from atomrl.common.hangs import HangWatch, phase
+from atomrl.common.launchers import launched, unmet_request
 from atomrl.common.memory import readable
-from atomrl.common.processes import HangWatch, launched, phase, unmet_request
 from atomrl.common.threads import adaptive_threads
 from atomrl.config import RunConfig
 from atomrl.data.files import pinned

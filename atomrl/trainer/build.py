@@ -27,7 +27,7 @@ from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.common.chat_template import set_template
 from atomrl.common.errors import reraise_as
 from atomrl.common.files import model_identity, sha256
-from atomrl.common.processes import launched
+from atomrl.common.launchers import launched
 from atomrl.config import BackendConfig, ConfigError, ModelConfig, RolloutConfig, RunConfig
 from atomrl.data.images import ImageReader, ImageStore
 from atomrl.data.problems import DataProcessor

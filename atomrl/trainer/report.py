@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch, flat_fields, select_rows
+from atomrl.common.hangs import phase as name_phase
 from atomrl.common.metrics import Count, Max, Mean, Metrics, fetch, mean_max_min, merge, values
-from atomrl.common.processes import phase as name_phase
 from atomrl.data.rows import by_group
 from atomrl.models.memory import memory_metrics
 from atomrl.rewards.answers import answers_equal, normalise_text, parse_number

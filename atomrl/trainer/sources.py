@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
-from atomrl.common.processes import waits_for_service
+from atomrl.common.hangs import waits_for_service
 from atomrl.common.threads import max_threads
 from atomrl.config import AsynchronousConfig
 from atomrl.data.problems import DataProcessor, PromptStream
