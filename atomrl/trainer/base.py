@@ -21,7 +21,8 @@ from atomrl.common.memory import readable
 from atomrl.common.threads import adaptive_threads
 from atomrl.config import RunConfig
 from atomrl.data.files import pinned
-from atomrl.data.images import ImageReader, ImageStore
+from atomrl.data.image_reader import ImageReader
+from atomrl.data.images import ImageStore
 from atomrl.data.problems import DataProcessor, PromptStream
 from atomrl.models.loading import resolve_folder
 from atomrl.protocols import Algorithm, TrainingBackend

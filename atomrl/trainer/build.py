@@ -29,7 +29,8 @@ from atomrl.common.errors import reraise_as
 from atomrl.common.files import model_identity, sha256
 from atomrl.common.launchers import launched
 from atomrl.config import BackendConfig, ConfigError, ModelConfig, RolloutConfig, RunConfig
-from atomrl.data.images import ImageReader, ImageStore
+from atomrl.data.image_reader import ImageReader
+from atomrl.data.images import ImageStore
 from atomrl.data.problems import DataProcessor
 from atomrl.engines.episodes import EpisodeEngine
 from atomrl.engines.hf import HFEngine

@@ -46,7 +46,9 @@ from atomrl.trainer.build import (
 from atomrl.trainer.checks import check_held_out, check_images
 from atomrl.trainer.evaluate import evaluate_preferences
 from atomrl.trainer.loop import Training
-from atomrl.trainer.report import Stopwatch, TokenRecord, update_metrics
+from atomrl.trainer.report import update_metrics
+from atomrl.trainer.stopwatch import Stopwatch
+from atomrl.trainer.token_records import TokenRecord
 from atomrl.types import Problem, Prompt, SamplingParams
 from atomrl.weight_sync import InProcessTransfer
 
