@@ -31,7 +31,7 @@ from pydantic_core import PydanticUndefined
 from atomrl.algorithms import ALGORITHMS, PREFERENCES, objective_of
 from atomrl.config import RewardItem, RunConfig
 from atomrl.objectives import PolicyObjective, PreferenceObjective
-from atomrl.objectives.base import choices_of
+from atomrl.objectives.overrides import choices_of
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "atomrl" / "tools" / "ui" / "static" / "keys.json"

@@ -31,7 +31,8 @@ from pydantic import ValidationError
 
 from atomrl.common.errors import describe_error, is_away, is_busy, nearest
 from atomrl.common.functions import subscripts
-from atomrl.common.processes import (
+from atomrl.common.secrets import mask_secrets, register_secrets, secrets_of, without_secrets
+from atomrl.common.workers import (
     LOAD_LIMIT_S,
     PROCESS_ENDED,
     TICK_S,
@@ -40,7 +41,6 @@ from atomrl.common.processes import (
     seed_everything,
     send_answer,
 )
-from atomrl.common.secrets import mask_secrets, register_secrets, secrets_of, without_secrets
 from atomrl.rewards.errors import NoScore, RewardError, RewardStop
 from atomrl.rewards.table import CLASSES, POOLED, REWARDS, AnyReward, find_reward, importable_name
 from atomrl.types import FailureKind, Problem, Trajectory

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 pytest.importorskip("megatron.core", reason="needs megatron-core: make test-megatron")
 
-from atomrl.backends.base import LocalBackend
 from atomrl.backends.fsdp import FSDPBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.backends.megatron import MegatronBackend
 from atomrl.backends.megatron_layout import cut_along
 from atomrl.backends.megatron_model import LowRank
