@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from atomrl.config import ConfigError, RunConfig
 from atomrl.protocols import RewardFunction
+from atomrl.trainer.auto import chosen_here
 from atomrl.trainer.base import PreparedRun
 from atomrl.trainer.base import run_to_end as run_to_end
 from atomrl.trainer.build import given_to_rank
@@ -22,7 +23,6 @@ from atomrl.trainer.checks import (
     check_unused,
 )
 from atomrl.trainer.offline import PreferenceRun, PretrainRun, RewardModelRun, SupervisedRun
-from atomrl.trainer.planning import chosen_here
 from atomrl.trainer.rl import RLRun
 
 KINDS: dict[str, tuple[Callable[[RunConfig], PreparedRun], str]] = {

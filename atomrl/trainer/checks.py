@@ -40,7 +40,8 @@ from atomrl.models.shapes import is_whole, text_config, tower_weights
 from atomrl.models.transformers_model import check_causal, check_trainable
 from atomrl.models.vision import why_no_images
 from atomrl.objectives import PolicyObjective
-from atomrl.objectives.base import Custom
+from atomrl.objectives.choice import Custom
+from atomrl.pool.store import RolloutPool
 from atomrl.protocols import Algorithm, RolloutEngine, needs_teacher
 from atomrl.sandbox.running import limits_of
 from atomrl.tracking.doctor.rules import EVALUATED
@@ -56,7 +57,6 @@ from atomrl.trainer.build import (
 )
 from atomrl.trainer.cluster import cluster_roles
 from atomrl.trainer.own_functions import random_rows, with_inputs
-from atomrl.trainer.pool_store import RolloutPool
 from atomrl.types import Problem
 
 log = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ from atomrl.algorithms import objective_of
 from atomrl.cli.main import main
 from atomrl.config import ConfigError, load_config
 from atomrl.models.memory import known_shape
-from atomrl.trainer import engine_choice as module
+from atomrl.trainer import auto as module
+from atomrl.trainer.auto import engine_share, with_engine, with_share
 from atomrl.trainer.checks import check_engine
-from atomrl.trainer.engine_choice import engine_share, with_engine, with_share
 from atomrl.trainer.memory import memory_estimate, takes_turns
 from tests.arithmetic import arithmetic_run
 from tests.tiny import make_tiny_model

@@ -19,6 +19,7 @@ from atomrl.environments.adapters import actions_in
 from atomrl.environments.builtin import action_of, first_block
 from atomrl.environments.retrieval.index import Words
 from atomrl.environments.tool_calls import FORMS, find_calls
+from atomrl.planner.gpus import gpu_of
 from atomrl.rewards import latex as boxes
 from atomrl.rewards import verifiable as tasks
 from atomrl.rewards.answers import (
@@ -45,8 +46,8 @@ from atomrl.tracking.reading import comparison
 from atomrl.tracking.run_directory import rollout_rows
 from atomrl.trainer import own_functions as trial
 from atomrl.trainer.evaluate import figures, judged
-from atomrl.trainer.memory import gpu_of
-from atomrl.trainer.report import answer_end, hedges, is_empty, repeats, runs_on
+from atomrl.trainer.report import answer_end, runs_on
+from atomrl.trainer.text_metrics import hedges, is_empty, repeats
 from atomrl.types import Problem
 from tests.rewards.batches import trajectory
 
@@ -94,8 +95,9 @@ READERS = {
     "environments/tool_calls": [lambda text, form=form: find_calls(text, form) for form in FORMS],
     "environments/tools": [tools.URL.search],
     "environments/retrieval/index": [Words("none")],
-    "trainer/report": [answer_end, repeats, lambda text: hedges(text, "18"), is_empty],
-    "trainer/memory": [gpu_in],
+    "trainer/report": [answer_end],
+    "trainer/text_metrics": [repeats, lambda text: hedges(text, "18"), is_empty],
+    "planner/gpus": [gpu_in],
     "trainer/own_functions": [trial.ELSEWHERE.search],
     "rewards/answers": [
         normalise_text,
