@@ -5,7 +5,7 @@
 Trains a step of GRPO on a random model of 300M weights on a CPU, each base in a process of its own. Printed are the
 bytes of all tensors after a transfer to the engine, each storage once (`held`; `stays` is its estimate), and the peak
 of the process's resident memory from then on (`peak`; `planned`), beyond that of a process that has only imported
-everything. It uses public names alone, so it also runs on older commits (PYTHONPATH), which hold the base twice.
+everything.
 """
 
 import argparse
@@ -93,11 +93,11 @@ def measure(folder: Path, base: str) -> dict[str, int]:
 
     atomrl.train(config, reward=reward)
     from atomrl.config import load_config
-    from atomrl.planner import planning
     from atomrl.trainer.build import algorithm_of
+    from atomrl.trainer.memory import memory_by_phase
 
     loaded = load_config(config | {"reward": {"functions": [{"function": "strict_math"}]}})
-    plan = planning.memory_by_phase(loaded, algorithm_of(loaded), device="cpu")
+    plan = memory_by_phase(loaded, algorithm_of(loaded), device="cpu")
     planned = plan.resident + max(plan.phases.values())
     return {"held": held[0], "stays": plan.resident, "peak": process_memory("VmHWM") - imported, "planned": planned}
 
