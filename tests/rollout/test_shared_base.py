@@ -39,28 +39,37 @@ def unlike(prompts: list[Any], completions: list[str], **columns: Any) -> list[f
     return [len(set(text)) / (1 + len(text)) for text in completions]
 
 
-def run(folder: Path, name: str, model: dict[str, Any], **sections: Any) -> tuple[Any, Any, Any]:
-    """Train three steps. Returns the adapters, the completions, and the metrics that are no times and no memory."""
+def run(folder: Path, name: str, model: dict[str, Any], stop: int = 0, **sections: Any) -> tuple[Any, Any, Any]:
+    """Train three steps. Returns the adapters, the completions, and the metrics that are no times and no memory.
+
+    With `stop` the run is interrupted in this step, and resumed.
+    """
+
+    def interrupt(step: int, metrics: Any) -> None:
+        if step == stop:
+            raise KeyboardInterrupt
+
     (folder / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}?", "ground_truth": "1"}}\n' for n in range(12)))
-    atomrl.train(
-        {
-            "run_name": name,
-            "output_dir": str(folder / "runs"),
-            "model": {"lora": {"rank": 4, "alpha": 32}, "dtype": "float32", "device": "cpu"} | model,
-            "data": {"train": str(folder / "rows.jsonl")},
-            "rollout": {
-                "prompts_per_step": 4,
-                "completions_per_prompt": 4,
-                "max_completion_tokens": 12,
-                "engine": "native",
-            },
-            "train": {"steps": 3, "learning_rate": 0.01},
-            "eval": {"before": False, "after": False},
-            "algorithm": {"name": "grpo"},
-            **sections,
+    config = {
+        "run_name": name,
+        "output_dir": str(folder / "runs"),
+        "model": {"lora": {"rank": 4, "alpha": 32}, "dtype": "float32", "device": "cpu"} | model,
+        "data": {"train": str(folder / "rows.jsonl")},
+        "rollout": {
+            "prompts_per_step": 4,
+            "completions_per_prompt": 4,
+            "max_completion_tokens": 12,
+            "engine": "native",
         },
-        reward=unlike,
-    )
+        "train": {"steps": 3, "learning_rate": 0.01},
+        "eval": {"before": False, "after": False},
+        "algorithm": {"name": "grpo"},
+        **sections,
+    }
+    if stop:
+        with pytest.raises(KeyboardInterrupt):
+            atomrl.train(config, reward=unlike, callbacks=[interrupt])
+    atomrl.train(config, reward=unlike, resume=bool(stop))
     made = folder / "runs" / name
     [adapters] = (made / "model").glob("*.safetensors")
     rows = [json.loads(line) for file in sorted(made.glob("rollouts/*/train.jsonl")) for line in file.open()]
@@ -141,6 +150,16 @@ def test_updates_round_weights_into_the_engines_matrices(
     assert one[1:] == two[1:]
     for name, weight in one[0].items():
         assert torch.equal(weight, two[0][name]), name
+
+
+@pytest.mark.parametrize("kind", [None, "nf4"])
+def test_a_resumed_run_with_one_copy_is_the_same(tmp_path: Path, kind: str | None) -> None:
+    model = {"path": str(make_tiny_model(tmp_path / "model", **UNTIED)), "quantization": kind}
+    straight = run(tmp_path, "straight", model)
+    resumed = run(tmp_path, "resumed", model, stop=2, checkpoint={"every_steps": 1})
+    assert straight[1] == resumed[1]
+    for name, adapter in straight[0].items():
+        assert torch.equal(adapter, resumed[0][name]), name
 
 
 @pytest.mark.parametrize("kind", [None, "nf4"])
