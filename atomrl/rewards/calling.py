@@ -276,7 +276,7 @@ def missing_column(scorer: Scorer, columns: Collection[str]) -> str | None:
         how = f"its parameter {name!r} has no default" if name in required else f"it reads {rest}[{name!r}]"
         if scorer.style != "columns":
             return f"{how}, but it receives only {', '.join(sorted(available))}: give it a default, or a value in args"
-        near = nearest(name, columns)
+        near = nearest(name, [*STANDARD_COLUMNS, *columns])
         return (
             f"it needs a column {name!r} ({how}), but the data has {', '.join(map(repr, columns)) or 'none'}, besides "
             f"what every reward receives ({', '.join(STANDARD_COLUMNS)}): "
