@@ -13,7 +13,7 @@ from atomrl.algorithms import objective_of
 from atomrl.pool.codec import LeaseLost, PoolEmpty
 from atomrl.pool.store import RolloutPool
 from atomrl.trainer.pool_source import PoolSource
-from atomrl.trainer.stopwatch import Stopwatch
+from atomrl.trainer.report.stopwatch import Stopwatch
 from atomrl.types import Segment
 from tests.pool.made import Clock, group, settings
 
