@@ -55,7 +55,7 @@ PATH: Mapping[str, Sequence[str]] = {
         "trainer/rl.py::RolloutTraining.collect",
         "trainer/sources.py::RefillingSource.collect",
         "trainer/sources.py::EngineSource.draw",
-        "data/problems.py::PromptStream.take",
+        "data/curriculum.py::Curriculum.take",
         "data/problems.py::DataProcessor.to_prompts",
         "engines/requests.py::generate",
         "engines/requests.py::requests_of",
@@ -75,7 +75,7 @@ PATH: Mapping[str, Sequence[str]] = {
     ],
     "rows and advantages": [
         "data/rows.py::by_group",
-        "trainer/sources.py::GroupSource.accepts",
+        "data/curriculum.py::Curriculum.accepts",
         "data/rows.py::to_rows",
         "trainer/loop.py::compute_advantages",
         "data/rows.py::with_advantages",

@@ -23,7 +23,7 @@ from atomrl.common.functions import search_in
 from atomrl.common.secrets import mask_secrets
 from atomrl.common.yaml_files import config_file, read_yaml
 from atomrl.config.run import RunConfig
-from atomrl.config.schema import FORMS, BackendConfig, ResourceConfig, RolloutConfig
+from atomrl.config.schema import FORMS, BackendConfig, GateConfig, ResourceConfig, RolloutConfig, SamplerConfig
 from atomrl.objectives.base import Choice
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -412,6 +412,14 @@ def _placement(converted: _Converted) -> Iterator[tuple[str, Any]]:
 # Error messages
 
 
+TAGGED: Mapping[str, Any] = {
+    "backend": BackendConfig,
+    "curriculum.sampler": SamplerConfig,
+    "curriculum.gates": GateConfig,
+}
+"""Sections whose `type` selects one of several kinds -> the union of these."""
+
+
 def config_error(error: ValidationError, source: str) -> ConfigError:
     """Convert a pydantic error into a ConfigError, with one line per error."""
     return ConfigError("\n  ".join([f"{source}:", *map(_error_line, error.errors())]))
@@ -420,8 +428,10 @@ def config_error(error: ValidationError, source: str) -> ConfigError:
 def _error_line(item: Mapping[str, Any]) -> str:
     """Format one error of pydantic's, with its dotted key first; several unknown keys take several lines."""
     path = [str(part) for part in item["loc"]]
-    if path[:1] == ["backend"] and len(path) > 2:
-        del path[1]  # the tag of the union, which is not a key
+    for depth in range(1, len(path) - 1):
+        if _key(path[:depth]) in TAGGED and not path[depth].isdigit():
+            del path[depth]  # the tag of the union, which is not a key
+            break
     if path[-1:] == ["[key]"]:  # pydantic's mark for an invalid key of a dict
         del path[-1]
     key = ".".join(path)
@@ -468,12 +478,19 @@ def _shown(path: list[str], value: Any) -> Any:
 
 def _unknown(path: list[str], valid: list[str]) -> str:
     """Format the error of an unknown key."""
-    if path[0] == "backend" and (key := ".".join(path)) in valid:
-        fields = [kind.model_fields for kind in get_args(BackendConfig)]
-        kinds = [get_args(own["type"].annotation)[0] for own in fields if path[1] in own]
-        return f"unknown key {key!r} for this backend.type; it is an option of {' and '.join(kinds)}"
+    *parents, name = path
+    if (section := _key(parents)) in TAGGED and _key(path) in valid:
+        fields = [kind.model_fields for kind in get_args(TAGGED[section])]
+        kinds = [get_args(own["type"].annotation)[0] for own in fields if name in own]
+        where = ".".join(parents)
+        return f"unknown key '{where}.{name}' for this {where}.type; it is an option of {' and '.join(kinds)}"
     hint = suggestion(path, valid)
     return f"unknown key {'.'.join(path)!r}" + (f"; {hint}" if hint else "")
+
+
+def _key(path: Sequence[str]) -> str:
+    """Return the dotted key of a path, without indices of lists."""
+    return ".".join(part for part in path if not part.isdigit())
 
 
 def known_keys(section: type[BaseModel] | None = None, prefix: str = "") -> list[str]:
@@ -481,11 +498,17 @@ def known_keys(section: type[BaseModel] | None = None, prefix: str = "") -> list
     keys = [f"{prefix}type"] if section is not None and issubclass(section, Choice) else []
     for name, info in (section or RunConfig).model_fields.items():
         keys.append(prefix + name)
-        parts = () if get_origin(info.annotation) is dict else get_args(info.annotation)  # the user names keys of dicts
-        for kind in (info.annotation, *parts):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                keys += known_keys(kind, f"{prefix}{name}.")
+        # The user names the keys of dicts.
+        for kind in () if get_origin(info.annotation) is dict else sections_in(info.annotation):
+            keys += known_keys(kind, f"{prefix}{name}.")
     return list(dict.fromkeys(keys))  # kinds of a section share some
+
+
+def sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """Return the sections that a field, or an item of it, can be."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [kind for part in get_args(annotation) for kind in sections_in(part)]
 
 
 @cache

@@ -21,7 +21,8 @@ from atomrl.common.threads import adaptive_threads
 from atomrl.config import RunConfig
 from atomrl.data.files import pinned
 from atomrl.data.images import ImageReader, ImageStore
-from atomrl.data.problems import DataProcessor, PromptStream
+from atomrl.data.curriculum import PromptStream
+from atomrl.data.problems import DataProcessor
 from atomrl.models.loading import resolve_folder
 from atomrl.protocols import Algorithm, TrainingBackend
 from atomrl.tracking.checkpoint_format import PROGRESS, check_sharded, record_from

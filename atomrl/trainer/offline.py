@@ -17,10 +17,11 @@ from atomrl.batches import AdvantageBatch, RowBatch
 from atomrl.common.files import model_identity
 from atomrl.common.metrics import Metrics
 from atomrl.config import ConfigError, PreferenceConfig, PretrainConfig, RunConfig, SftConfig
+from atomrl.data.curriculum import PromptStream
 from atomrl.data.files import DataError
 from atomrl.data.offline import TokenizedSamples, demonstration_reader, preference_reader, rows_from_tokens
 from atomrl.data.packing import Example
-from atomrl.data.problems import COMPLETIONS, DataProcessor, LoadReport, PromptStream, load_problems, read_system_prompt
+from atomrl.data.problems import COMPLETIONS, DataProcessor, LoadReport, load_problems, read_system_prompt
 from atomrl.data.tasks import task_words
 from atomrl.data.text import TOKENIZER, TokenFolder
 from atomrl.data.text import Split as TextSplit

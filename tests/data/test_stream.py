@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomrl.data.files import DataError
-from atomrl.data.problems import PromptStream
+from atomrl.data.curriculum import PromptStream
 from atomrl.types import Problem
 
 

@@ -14,7 +14,8 @@ from atomrl.algorithms import objective_of
 from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.common.metrics import Count, Metrics
 from atomrl.config import DataConfig, RunConfig, load_config
-from atomrl.data.problems import DataProcessor, PromptStream
+from atomrl.data.curriculum import Curriculum, PromptStream
+from atomrl.data.problems import DataProcessor
 from atomrl.engines.fake import FakeEngine
 from atomrl.trainer.loop import Progress, Save, fit
 from atomrl.trainer.rl import RolloutTraining

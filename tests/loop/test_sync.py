@@ -11,7 +11,8 @@ import torch
 from atomrl.algorithms import objective_of
 from atomrl.backends.base import LocalBackend
 from atomrl.config import DataConfig, ModelConfig, RewardConfig, TrainConfig
-from atomrl.data.problems import DataProcessor, PromptStream
+from atomrl.data.curriculum import Curriculum, PromptStream
+from atomrl.data.problems import DataProcessor
 from atomrl.engines.native import NativeEngine
 from atomrl.engines.requests import EngineOptions
 from atomrl.models.loading import load_tokenizer
