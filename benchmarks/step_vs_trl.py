@@ -105,7 +105,7 @@ def make_atomrl_step(folder: Path, workload: str, arguments: argparse.Namespace)
     source = EngineSource(
         engine=engine,
         algorithm=algorithm,
-        stream=PromptStream(samples, shuffle=False),
+        curriculum=Curriculum(PromptStream(samples, shuffle=False)),
         processor=processor,
         rewards=build_rewards(config.reward),
         sampling=SamplingParams(completions_per_prompt=MEMBERS, **lengths, **sampling),

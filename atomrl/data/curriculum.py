@@ -277,9 +277,9 @@ class SampledStream(PromptStream):
     def settle(self, position: int) -> None:
         self._drawn.pop(position, None)
 
-    def state(self) -> dict[str, Any]:
-        """Return the sampler's state, and the positions that may be drawn again."""
-        return {"sampler": dict(self.sampler.state()), "drawn": {str(key): value for key, value in self._drawn.items()}}
+    def state(self, pending: Sequence[int]) -> dict[str, Any]:
+        """Return the sampler's state, and the problems at the positions that will be drawn again."""
+        return {"sampler": dict(self.sampler.state()), "drawn": {str(place): self._drawn[place] for place in pending}}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
@@ -337,6 +337,8 @@ class Curriculum:
         self._again: list[tuple[int, int]] = []
         self._open: dict[str, tuple[int, int]] = {}
         """Prompt id -> position and step, for draws whose groups are neither trained on nor rejected."""
+        self.is_empty = False
+        """True if there was no prompt at the last draw, and no group since."""
         self._lock = threading.RLock()
 
     @property
@@ -351,14 +353,15 @@ class Curriculum:
             step: step of the draw, unless it was pending with another one.
 
         Returns:
-            None if there is no prompt now.
+            None if there is no prompt until a group is observed.
         """
         with self._lock:
             if self._again:
                 position, own = self._again.pop(0)
-            elif (found := self._next_admitted()) is not None:
+            elif not self.is_empty and (found := self._next_admitted()) is not None:
                 position, own = found, step
             else:
+                self.is_empty = True
                 return None
             draw = Draw(position, own or step, *self.stream.at(position))
             self._open[draw.prompt_id] = (position, draw.step)
@@ -395,6 +398,7 @@ class Curriculum:
         with self._lock:
             position, _ = self._open.pop(group[0].prompt_id, (-1, 0))
             self.stream.settle(position)
+            self.is_empty = False
             for part in self._parts.values():
                 part.observe(group)
 
@@ -404,18 +408,23 @@ class Curriculum:
         own: dict[str, Part] = {"sampler": self.stream.sampler} if isinstance(self.stream, SampledStream) else {}
         return own | self.gates
 
-    def state(self) -> CurriculumState:
-        """Return the state for a checkpoint. All draws that are not settled by then are drawn again after `load`."""
+    def state(self, with_pending: bool = True) -> CurriculumState:
+        """Return the state for a checkpoint.
+
+        Args:
+            with_pending: the draws that are pending now are drawn again after `load`.
+        """
         with self._lock:
+            pending = sorted([*self._again, *self._open.values()]) if with_pending else []
             parts = {name: dict(state) for name, gate in self.gates.items() if (state := gate.state())}
             if isinstance(self.stream, SampledStream):
-                parts["sampler"] = self.stream.state()
-            return CurriculumState(self.stream.position, sorted([*self._again, *self._open.values()]), parts)
+                parts["sampler"] = self.stream.state([position for position, _ in pending])
+            return CurriculumState(self.stream.position, pending, parts)
 
     def load(self, state: CurriculumState) -> None:
         """Continue from a state. Parts that it does not have begin anew."""
         with self._lock:
-            self.stream.position, self._open = state.position, {}
+            self.stream.position, self._open, self.is_empty = state.position, {}, False
             self._again = [(position, step) for position, step in state.pending]
             for name, gate in self.gates.items():
                 if name in state.parts:

@@ -19,9 +19,9 @@ from atomrl.common.memory import readable
 from atomrl.common.processes import HangWatch, launched, phase, unmet_request
 from atomrl.common.threads import adaptive_threads
 from atomrl.config import RunConfig
+from atomrl.data.curriculum import PromptStream
 from atomrl.data.files import pinned
 from atomrl.data.images import ImageReader, ImageStore
-from atomrl.data.curriculum import PromptStream
 from atomrl.data.problems import DataProcessor
 from atomrl.models.loading import resolve_folder
 from atomrl.protocols import Algorithm, TrainingBackend

@@ -37,7 +37,9 @@ class Progress:
     position: int = 0
     """Position in the stream of prompts."""
     pending: Sequence[tuple[int, int]] = ()
-    """Position and step of earlier groups that have not been trained on yet (`GroupSource.state`)."""
+    """Position and step of earlier groups that have not been trained on yet (`CurriculumState`)."""
+    curriculum: Mapping[str, Any] = field(default_factory=dict)
+    """State of the parts of the curriculum (`CurriculumState.parts`)."""
     wall_s: float = 0.0
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
     """step -> metrics of the evaluation after it; "0" is before training."""
@@ -145,7 +147,8 @@ def fit(
     if progress.idle_steps >= MAX_IDLE_STEPS:
         log.warning(
             "the run ends after step %d: no group was accepted in %d steps in a row, because all completions of a "
-            "group have equal rewards. critic/score/mean shows whether the problems are too easy or too hard",
+            "group have equal rewards or no prompt is left. critic/score/mean shows whether the problems are too easy or too "
+            "hard",
             progress.step, MAX_IDLE_STEPS,
         )  # fmt: skip
     if done and config.eval.after:

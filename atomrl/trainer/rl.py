@@ -22,7 +22,8 @@ from atomrl.common.metrics import Metrics
 from atomrl.common.threads import single_thread
 from atomrl.config import RunConfig, load_config
 from atomrl.data.checks import repetitions
-from atomrl.data.problems import DataProcessor, PromptStream, load_problems
+from atomrl.data.curriculum import Curriculum, CurriculumState, build_curriculum, check_curriculum
+from atomrl.data.problems import DataProcessor, load_problems
 from atomrl.data.rows import to_rows
 from atomrl.data.stored import read_lengths, write_lengths
 from atomrl.models.loading import compute_dtype, model_config_only, resolve_folder
@@ -155,15 +156,17 @@ class RolloutTraining:
         stops = {*stop_tokens(self.processor.tokenizer), *self.config.rollout.stop_token_ids}
         with single_thread():
             metrics = rollout_metrics(drawn, batch, stops, self.says_right)
-        if self.algorithm.keeps_group:
+        if self.source.curriculum.rejects:
             groups = len(self.accepted) + len(self.refused)
             metrics["rollout/groups_drawn"] = float(groups)
             metrics["rollout/groups_accepted"] = float(len(self.accepted))
             metrics["rollout/groups_missing"] = float(self.config.items_per_step - len(self.accepted))
             metrics["rollout/acceptance_rate"] = len(self.accepted) / max(1, groups)
         total = sum(item.prompt_tokens + item.response_tokens for item in drawn)
-        self.progress.position, self.progress.pending = self.source.state()
-        return metrics | watch.metrics(total) | update_metrics(updates) | self.source.metrics() | self.totals()
+        curriculum = self.source.curriculum
+        self.progress.position, self.progress.pending, self.progress.curriculum = curriculum.state()
+        metrics |= watch.metrics(total) | update_metrics(updates)
+        return metrics | self.source.metrics() | curriculum.metrics() | self.totals()
 
 
 def mean_advantages(batch: AdvantageBatch) -> dict[int, float]:
@@ -227,7 +230,10 @@ class RLRun(PreparedRun):
         """File -> its key and the numbers of tokens of all prompts, to be written when the run has a folder."""
         self.held_out, self._held_out_lengths = self._load(config, "eval")
         problems, self._lengths = self._load(config, "train")
-        self.stream = PromptStream(problems, seed=config.seed, shuffle=config.data.shuffle)
+        group_filter = self.algorithm.keeps_group
+        self.curriculum = build_curriculum(config.curriculum, problems, config.seed, config.data.shuffle, group_filter)
+        self.stream = self.curriculum.stream
+        check_curriculum(config.curriculum, problems)
         check_held_out(config, problems, self.held_out)
         self.rewards.check_sources(chain(problems, self.held_out))
         check_columns(config, problems, self.held_out)
@@ -323,6 +329,7 @@ class RLRun(PreparedRun):
                 size = f"{count_parameters(shape) * compute / 2**30:.2f} GiB in the engine"
                 self._note(f"trainer and engine each hold the base weights, {size}: {reason}")
         self.engine = engine
+        self.curriculum.load(CurriculumState(progress.position, progress.pending, progress.curriculum))
         # The source of the step's groups, and the way of new weights to the engine.
         source: GroupSource
         transfer: WeightTransfer
@@ -330,7 +337,6 @@ class RLRun(PreparedRun):
             source, transfer = self._open_pool(stack, base is not None)
         else:
             engine = not_none(engine)
-            self.stream.position = progress.position
             transfer = InProcessTransfer(self.trainer, engine, self.record.progress.note, shared=base is not None)
             # The engine has loaded the weights of the folder that training starts from.
             if engine.version != progress.step or config.model.quantization:
@@ -345,7 +351,6 @@ class RLRun(PreparedRun):
                     groups=config.items_per_step,
                     steps=config.train.steps,
                     done=progress.step,
-                    pending=progress.pending,
                 )
                 transfer = asynchronous.update
         stack.callback(source.close)
@@ -375,7 +380,7 @@ class RLRun(PreparedRun):
         return {
             "engine": engine,
             "algorithm": self.algorithm,
-            "stream": self.stream,
+            "curriculum": self.curriculum,
             "processor": self.processor,
             "rewards": self.rewards,
             "sampling": build.train_sampling(self.config),
@@ -388,7 +393,8 @@ class RLRun(PreparedRun):
         stack.callback(pool.close)
         pool.check_identity(self.pool_identity)
         reader = pool.start_run(config.run_name, resumed=step > 0)
-        source = PoolSource(pool, reader, self.algorithm, config.run_dir / "checkpoints", done=step)
+        checkpoints = config.run_dir / "checkpoints"
+        source = PoolSource(pool, reader, self.algorithm, self.curriculum, checkpoints, done=step)
         published = PublishedWeights(config.run_dir)
         engine_alone = None
         if self.engine is not None:
@@ -467,6 +473,15 @@ def batch_lines(config: RunConfig, problems: int) -> list[str]:
 # `atomrl pool fill`: groups for a pool, sampled as a run of the same config would sample them.
 
 
+@contextmanager
+def shared_by_producers(pool: RolloutPool, curriculum: Curriculum) -> Iterator[None]:
+    """Context in which a curriculum has the state that the producers of a pool share, and may change it."""
+    with pool.shared_state() as stored:
+        curriculum.load(CurriculumState(**stored))
+        yield
+        stored.update(curriculum.state(with_pending=False)._asdict())
+
+
 def fill(run: RLRun, groups: int | None = None, report: Callable[[str], None] = print) -> dict[str, Any]:
     """Sample groups into the pool of a config, with the newest weights that its run has published.
 
@@ -506,11 +521,19 @@ def fill(run: RLRun, groups: int | None = None, report: Callable[[str], None] = 
             follower.update()
             count = config.rollout.prompts_per_step
             count = count if groups is None else min(count, groups - drawn)
-            run.stream.position = pool.take_positions(count)
-            made = source.draw(count, engine.version + 1, watch)
+            step = engine.version + 1
+            with shared_by_producers(pool, run.curriculum):
+                draws = run.curriculum.take(count, step)
+            if not draws:
+                report("the curriculum has no prompt left")
+                break
+            made = source.sample(draws, step, watch)
             with watch("put"):
                 new += pool.put(made, follower.run)
-            drawn += count
+            with shared_by_producers(pool, run.curriculum):
+                for group in made:
+                    run.curriculum.observe(group)
+            drawn += len(draws)
             report(f"{drawn} groups sampled, {new} new; weights of version {engine.version}")
         seconds = {name: round(value, 2) for name, value in watch.phases.items()}
         elapsed = round(time.perf_counter() - watch.started, 2)
