@@ -264,7 +264,7 @@ class SampledStream(PromptStream):
         if index is None:
             return None
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(self.problems):
-            raise ValueError(f"{self.name}: next() returned {index!r}, not an index of {len(self.problems)} problems")
+            raise ConfigError(f"{self.name}: next() returned {index!r}, not an index of {len(self.problems)} problems")
         position = super().next()
         assert position is not None
         self._drawn[position] = index
@@ -578,8 +578,8 @@ def _check_part(where: str, part: Part, restored: Part, group: Group) -> None:
     written = json.loads(json.dumps(state))
     if written != state:
         raise ConfigError(
-            f"{where}: state() returned {state!r}, which is {written!r} once it is written as JSON: use strings as keys "
-            "of dicts, and lists"
+            f"{where}: state() returned {state!r}, which is {written!r} once it is written as JSON: use strings as "
+            "keys of dicts, and lists"
         )
     restored.load(written)
     if dict(restored.state()) != state:

@@ -147,8 +147,8 @@ def fit(
     if progress.idle_steps >= MAX_IDLE_STEPS:
         log.warning(
             "the run ends after step %d: no group was accepted in %d steps in a row, because all completions of a "
-            "group have equal rewards or no prompt is left. critic/score/mean shows whether the problems are too easy or too "
-            "hard",
+            "group have equal rewards or no prompt is left. critic/score/mean shows whether the problems are too easy "
+            "or too hard",
             progress.step, MAX_IDLE_STEPS,
         )  # fmt: skip
     if done and config.eval.after:

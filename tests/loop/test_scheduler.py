@@ -96,7 +96,8 @@ def scheduled(parts, config, engine=None, rewards=None, progress=None, **keys):
     engine = engine or source.engine
     shared = {
         "engine": engine, "algorithm": source.algorithm, "curriculum": source.curriculum,
-        "processor": source.processor, "rewards": rewards or ScriptedRewards(source.rewards), "sampling": source.sampling,
+        "processor": source.processor, "sampling": source.sampling,
+        "rewards": rewards or ScriptedRewards(source.rewards),
     }  # fmt: skip
     parts.transfer.engine = engine
     scheduler = AsyncRolloutSource(
