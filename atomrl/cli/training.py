@@ -134,7 +134,8 @@ def dry_run_sections(config: RunConfig) -> Sequence[tuple[str, Sequence[str]]]:
 def is_other_rank(config: RunConfig) -> bool:
     """Return True if a launcher started this process as a rank other than 0."""
     from atomrl.backends.base import check_launcher
-    from atomrl.common.processes import die_with_parent, launched
+    from atomrl.common.launchers import launched
+    from atomrl.common.workers import die_with_parent
     from atomrl.config import ConfigError
     from atomrl.trainer.build import in_actors
 

@@ -524,6 +524,10 @@ def untrainable(group: Sequence[Example], max_row_tokens: int | None) -> str | N
     return None
 
 
+def _messages(turns: PromptContent) -> Sequence[Message]:
+    return [Message(role="assistant", content=turns)] if isinstance(turns, str) else turns
+
+
 def _digest(block: Sequence[Example]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for example in block:
@@ -697,12 +701,20 @@ class TokenizedSamples:
 
     def _encode(self, items: Items) -> list[list[Example]]:
         """Encode the completions of each problem; none for a prompt over the limit."""
-        prompts = self._processor.within_limit([problem for _, problem in items])
+        groups = [self.completions(prompt_id, problem) for prompt_id, problem in items]
+        # Prompts are encoded by themselves only where completions continue them.
+        alone = [
+            place
+            for place, ((_, problem), group) in enumerate(zip(items, groups, strict=True))
+            if any(self._continues_prompt(problem, turns) for turns, _ in group)
+        ]
+        prompts: dict[int, Sequence[int] | None]
+        prompts = dict(zip(alone, self._processor.within_limit([items[place][1] for place in alone]), strict=True))
         rows: list[tuple[int, PromptContent, list[Piece], int, float]] = []
-        for place, ((prompt_id, problem), prompt) in enumerate(zip(items, prompts, strict=True)):
-            group = self.completions(prompt_id, problem)
+        for place, ((_, problem), group) in enumerate(zip(items, groups, strict=True)):
             margin = group[0][1] - group[-1][1]
             labels = (1, -1) if len(group) == 2 else (int(group[0][1]),)
+            prompt = prompts.setdefault(place, ())
             for (turns, _), label in zip(group, labels, strict=True):
                 if prompt is not None:
                     rows.append((place, turns, self._pieces(problem, prompt, turns), label, margin))
@@ -748,13 +760,11 @@ class TokenizedSamples:
         question, tools = processor.conversation(problem.prompt), processor.tools_of(problem)
         own = len(question) == (1 if isinstance(problem.prompt, str) else len(problem.prompt))
         bare, continues = processor.is_bare(problem), question[-1]["role"] == "assistant"
-        parts = within_turns([Message(role="assistant", content=turns)] if isinstance(turns, str) else turns)
-        plain = len(parts) == 1 and all(content_fields(message) == ["content"] for message in parts[0])
-        # Plain text continues the rendered prompt. Anything else (turns, calls, thoughts) is the template's to write.
-        if plain and (isinstance(turns, str) or len(parts[0]) > 1 or continues or bare):
-            if not all(map(is_trained, parts[0])):
+        if self._continues_prompt(problem, turns):
+            messages = _messages(turns)
+            if not all(map(is_trained, messages)):
                 raise DataError(f"{place}: weight: 0 needs messages that the chat template renders; remove the key")
-            texts = [Piece(message["content"], message["role"] == "assistant") for message in parts[0]]
+            texts = [Piece(message["content"], message["role"] == "assistant") for message in messages]
             texts[-1] = Piece(writer.without_end(texts[-1].text, "a completion", place), True)
             opening = thought_opening(str(processor.tokenizer.decode([*prompt[-OPENING_TOKENS:]])))
             if isinstance(turns, str) and processor.has_template and not (bare or continues or opening):
@@ -766,10 +776,21 @@ class TokenizedSamples:
         if bare or not processor.has_template:
             why = "the prompt already contains it: give messages" if processor.has_template else processor.why_none()
             raise DataError(f"{place}: a conversation needs a chat template, but {why}")
-        messages = cast(Sequence[Message], turns)
+        messages = _messages(turns)
         if continues:  # the prompt's last message begins the turn and is not trained
             question, messages = question[:-1], [Message(role=ENVIRONMENT, content=question[-1]["content"]), *messages]
         return writer.pieces(question, messages, tools, place, own)
+
+    def _continues_prompt(self, problem: Problem, turns: PromptContent) -> bool:
+        """Return True for plain text, which continues the rendered prompt.
+
+        The chat template writes anything else: turns, calls, thoughts.
+        """
+        parts = within_turns(_messages(turns))
+        if len(parts) > 1 or any(content_fields(message) != ["content"] for message in parts[0]):
+            return False
+        continues = not isinstance(problem.prompt, str) and problem.prompt[-1]["role"] == "assistant"
+        return isinstance(turns, str) or len(parts[0]) > 1 or continues or self._processor.is_bare(problem)
 
     def _in_open_thought(self, problem: Problem, opening: str, message: Message, own: bool) -> list[Piece]:
         """Return the row of a completion that does not continue the thought that the prompt opens, where the chat

@@ -1,7 +1,4 @@
-"""Plan the memory and time of a config on a device, from shapes alone.
-
-The GPU need not be in this machine. `plan_on` plans for any GPU, `plan_here` for this machine's device.
-"""
+"""Changes of a config that save memory, and the search for those with which a run fits a GPU."""
 
 from __future__ import annotations
 

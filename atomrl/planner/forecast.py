@@ -1,7 +1,4 @@
-"""Plan the memory and time of a config on a device, from shapes alone.
-
-The GPU need not be in this machine. `plan_on` plans for any GPU, `plan_here` for this machine's device.
-"""
+"""Time and memory of a run, measured on a few small steps, and the signal of its untrained model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time of a step on a GPU: a roofline model. docs/start/hardware.md says which constants were measured, and how."""
+"""GPUs by their data sheets."""
 
 import re
 from dataclasses import dataclass, replace
@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 from atomrl.common.errors import did_you_mean
 from atomrl.config import ConfigError
 from atomrl.trainer.memory import CONTEXT_GIB, GIB, USABLE
+
+_TYPICAL_CARDS = ((9, "4060"), (13, "3060"), (17, "4060ti"), (33, "3090"), (50, "a6000"), (90, "a100"), (1e9, "h200"))
+"""(up to GiB, name): the card whose speed is assumed if only a memory size is given."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,6 @@ GPUS = {
         Gpu("B200", 180, 8000, 2250),
     )
 }
-
-_TYPICAL_CARDS = ((9, "4060"), (13, "3060"), (17, "4060ti"), (33, "3090"), (50, "a6000"), (90, "a100"), (1e9, "h200"))
-"""(up to GiB, name): the card whose speed is assumed if only a memory size is given."""
 
 
 def gpu_of(text: str) -> Gpu:

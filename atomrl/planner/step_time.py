@@ -8,15 +8,7 @@ import torch
 from atomrl.config import RunConfig
 from atomrl.engines.decoder import FUSED_ROWS
 from atomrl.models.attention import packs_rows
-from atomrl.models.memory import (
-    FLOAT32,
-    QUANTIZED,
-    active_parameters,
-    count_parameters,
-    ends,
-    layer_count,
-    widths,
-)
+from atomrl.models.memory import FLOAT32, QUANTIZED, active_parameters, count_parameters, ends, layer_count, widths
 from atomrl.models.shapes import text_config
 from atomrl.planner.gpus import Gpu
 from atomrl.trainer.build import chosen_class

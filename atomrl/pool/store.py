@@ -107,6 +107,11 @@ COUNTED = ("written", "duplicates", "finished", "returned", "evicted", "expired"
 """Counts of groups since the pool was created."""
 _POLL_S = 0.002
 """Interval in which a process tries to get the pool's lock."""
+AS_TEXT = ("problem", "episode", "reward_parts", "part_weights", "made_with")
+"""Columns whose values have no common type; they are JSON text in Parquet."""
+BATCH = 64
+"""Groups per transaction of an import."""
+
 
 # --------------------------------------------------------------------------------------------------------------------
 # The pool.
@@ -468,11 +473,6 @@ class RolloutPool:
 
 # --------------------------------------------------------------------------------------------------------------------
 # Export to JSONL and Parquet, and import.
-
-AS_TEXT = ("problem", "episode", "reward_parts", "part_weights", "made_with")
-"""Columns whose values have no common type; they are JSON text in Parquet."""
-BATCH = 64
-"""Groups per transaction of an import."""
 
 
 def export_rows(pool: RolloutPool) -> Iterator[dict[str, Any]]:

@@ -15,13 +15,15 @@ from typing import Any, NamedTuple
 from atomrl.backends.group import RankFailed, RankLost, RankOutOfMemory
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.common.files import model_identity
+from atomrl.common.hangs import HangWatch, phase
+from atomrl.common.launchers import launched, unmet_request
 from atomrl.common.memory import readable
-from atomrl.common.processes import HangWatch, launched, phase, unmet_request
 from atomrl.common.threads import adaptive_threads
 from atomrl.config import RunConfig
 from atomrl.data.curriculum import PromptStream
 from atomrl.data.files import pinned
-from atomrl.data.images import ImageReader, ImageStore
+from atomrl.data.image_reader import ImageReader
+from atomrl.data.images import ImageStore
 from atomrl.data.problems import DataProcessor
 from atomrl.models.loading import resolve_folder
 from atomrl.protocols import Algorithm, TrainingBackend

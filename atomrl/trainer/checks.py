@@ -40,7 +40,7 @@ from atomrl.models.shapes import is_whole, text_config, tower_weights
 from atomrl.models.transformers_model import check_causal, check_trainable
 from atomrl.models.vision import why_no_images
 from atomrl.objectives import PolicyObjective
-from atomrl.objectives.base import Custom
+from atomrl.objectives.choice import Custom
 from atomrl.pool.store import RolloutPool
 from atomrl.protocols import Algorithm, RolloutEngine, needs_teacher
 from atomrl.sandbox.running import limits_of

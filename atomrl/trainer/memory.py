@@ -49,6 +49,20 @@ LEAST_AT_ONCE = 32
 """Completions decoded at once, at least, where the number is `auto`: below, decoding takes many times as long."""
 MOMENTS_IN_8_BITS = 2 * (1 + FLOAT32 / 256)
 """Bytes per weight of Adam's two moments in 8 bits: one code each, and a float32 scale per 256 codes."""
+GATHERED = ("gathered embedding", "gathered layers")
+"""Weights that a rank gathers from the shards of the others during a forward or backward pass."""
+UPDATE = (
+    "gradients", "fresh gradients", "activations", "critic activations", "log-prob chunk", "backward pass",
+    "distributions", *GATHERED,
+)  # fmt: skip
+TEMPORARY = {"key-value cache", *UPDATE}
+"""Parts of `memory_estimate` that are freed after their phase; all others are resident. The cache stays if the engine
+does not sleep during updates (`takes_turns`)."""
+PHASES: Mapping[str, tuple[str, ...]] = {
+    "rollout": ("key-value cache",),
+    "log-probs": ("log-prob chunk", *GATHERED),
+    "update": UPDATE,
+}
 
 
 def memory_estimate(
@@ -227,22 +241,6 @@ def at_once(parts: Mapping[str, int]) -> int:
     """Sum the parts that exist at the same time: the log-prob chunk and a layer's backward pass never do."""
     layer = parts.get("backward pass", 0) + parts.get("gathered layers", 0)
     return sum(size for name, size in parts.items() if name != BESIDE) - min(layer, parts.get("log-prob chunk", 0))
-
-
-GATHERED = ("gathered embedding", "gathered layers")
-"""Weights that a rank gathers from the shards of the others during a forward or backward pass."""
-UPDATE = (
-    "gradients", "fresh gradients", "activations", "critic activations", "log-prob chunk", "backward pass",
-    "distributions", *GATHERED,
-)  # fmt: skip
-TEMPORARY = {"key-value cache", *UPDATE}
-"""Parts of `memory_estimate` that are freed after their phase; all others are resident. The cache stays if the engine
-does not sleep during updates (`takes_turns`)."""
-PHASES: Mapping[str, tuple[str, ...]] = {
-    "rollout": ("key-value cache",),
-    "log-probs": ("log-prob chunk", *GATHERED),
-    "update": UPDATE,
-}
 
 
 @dataclass(frozen=True)

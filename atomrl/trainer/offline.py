@@ -30,7 +30,7 @@ from atomrl.models.loading import base_path, load_tokenizer, model_config_only, 
 from atomrl.models.reward_model import Reader
 from atomrl.models.tokenizer import make_tokenizer
 from atomrl.objectives import PreferenceObjective
-from atomrl.objectives.base import not_none
+from atomrl.objectives.choice import not_none
 from atomrl.protocols import TrainingBackend
 from atomrl.tracking.checkpoints import tokenizer_identity
 from atomrl.trainer.base import Evaluation, PreparedRun, identity
@@ -47,7 +47,9 @@ from atomrl.trainer.build import (
 from atomrl.trainer.checks import check_held_out, check_images
 from atomrl.trainer.evaluate import evaluate_preferences
 from atomrl.trainer.loop import Training
-from atomrl.trainer.report import Stopwatch, TokenRecord, update_metrics
+from atomrl.trainer.report import update_metrics
+from atomrl.trainer.stopwatch import Stopwatch
+from atomrl.trainer.token_records import TokenRecord
 from atomrl.types import Problem, Prompt, SamplingParams
 from atomrl.weight_sync import InProcessTransfer
 

@@ -28,7 +28,8 @@ from atomrl.config import ConfigError, RunConfig, load_config
 from atomrl.data.rows import to_rows, to_training_batches
 from atomrl.objectives import PolicyObjective
 from atomrl.objectives.auxiliary import Distillation
-from atomrl.objectives.base import Custom, as_tuple, imported
+from atomrl.objectives.choice import Custom, imported
+from atomrl.objectives.objective import as_tuple
 from atomrl.protocols import Algorithm, ModelInput, ModelOutputs
 from atomrl.types import Problem, Segment, Trajectory
 

@@ -28,7 +28,7 @@ from atomrl.data.rows import to_rows
 from atomrl.data.stored import read_lengths, write_lengths
 from atomrl.models.loading import compute_dtype, model_config_only, resolve_folder
 from atomrl.models.memory import count_parameters
-from atomrl.objectives.base import not_none
+from atomrl.objectives.choice import not_none
 from atomrl.pool.codec import problem_json
 from atomrl.pool.store import RolloutPool
 from atomrl.pool.weights import PublishedWeights, WeightFollower
@@ -62,8 +62,10 @@ from atomrl.trainer.loop import MAX_IDLE_STEPS, Progress, stop_request
 from atomrl.trainer.memory import takes_turns, why_two_copies
 from atomrl.trainer.own_functions import check_own_functions, function_sources
 from atomrl.trainer.pool_source import PoolSource
-from atomrl.trainer.report import Stopwatch, TokenRecord, mark_recorded, rollout_metrics, update_metrics
+from atomrl.trainer.report import rollout_metrics, update_metrics
 from atomrl.trainer.sources import AsyncRolloutSource, EngineSource, Groups, GroupSource
+from atomrl.trainer.stopwatch import Stopwatch
+from atomrl.trainer.token_records import TokenRecord, mark_recorded
 from atomrl.types import DISTRIBUTION_KEYS, Problem, Trajectory
 from atomrl.weight_sync import InProcessTransfer
 

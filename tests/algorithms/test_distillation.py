@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from atomrl.algorithms import objective_of
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.batches import RolloutFields, RowBatch, TrainingBatch
 from atomrl.common.metrics import values
 from atomrl.config import ConfigError, ModelConfig, TrainConfig, load_config

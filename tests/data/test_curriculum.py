@@ -153,7 +153,8 @@ def test_a_state_as_json_continues_at_any_place(own, kind):
     """Also with draws that are pending, some of them to be sampled again."""
     part = own()
     config = {
-        "epochs": {}, "difficulty": {"sampler": by_difficulty()}, "solved": {"gates": [{"type": "solved", "groups": 1}]},
+        "epochs": {}, "difficulty": {"sampler": by_difficulty()},
+        "solved": {"gates": [{"type": "solved", "groups": 1}]},
         "custom": {"sampler": part("Backwards"), "gates": [part("HardEnough", most=0.5)]},
     }[kind]  # fmt: skip
     whole = curriculum(True, **config)
@@ -185,8 +186,8 @@ BAD = {
     "arguments": ("class Mine(Gate):\n  def __init__(self, a): pass", r"gates\.0 .*: TypeError: .*'a'"),
     "no state": ("class Mine(Gate):\n  def observe(self, group): self.n = 1", r"gates\.0\..*needs state and load too"),
     "not a bool": ("class Mine(Gate):\n  def accepts(self, group): return 0.5", r"gates\.0 .*accepts must return True"),
-    "an error": ("class Mine(Gate):\n  def admits(self, problem): return problem.x", r"gates\.0 .*'x'.*bad\.py, line 3"),
-    "metrics": ("class Mine(Gate):\n  def metrics(self): return {'a': 'b'}", r"gates\.0 .*numbers by name, but a is 'b'"),
+    "an error": ("class Mine(Gate):\n  def admits(self, one): return one.x", r"gates\.0 .*'x'.*bad\.py, line 3"),
+    "metrics": ("class Mine(Gate):\n  def metrics(self): return {'a': 'b'}", r"gates\.0 .*numbers.* but a is 'b'"),
     "no JSON": (
         "class Mine(Gate):\n  def state(self): return {'a': {1: 2}}\n  def load(self, state): pass",
         r"gates\.0 .*strings as keys",

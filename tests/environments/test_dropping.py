@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from atomrl.algorithms import objective_of
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.batches import concat_turns
 from atomrl.config import ModelConfig, TrainConfig
 from atomrl.data.rows import to_rows

@@ -8,7 +8,7 @@ import torch
 from transformers import Qwen2Config
 
 from atomrl.algorithms import objective_of
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.backends.megatron_layout import check_shape
 from atomrl.batches import TrainingBatch
 from atomrl.common.memory import process_memory

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from atomrl.algorithms import objective_of
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.config import LoraConfig, ModelConfig, TrainConfig
 from atomrl.engines.native import NativeEngine
 from atomrl.engines.requests import EngineOptions

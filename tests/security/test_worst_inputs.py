@@ -46,7 +46,8 @@ from atomrl.tracking.reading import comparison
 from atomrl.tracking.run_directory import rollout_rows
 from atomrl.trainer import own_functions as trial
 from atomrl.trainer.evaluate import figures, judged
-from atomrl.trainer.report import answer_end, hedges, is_empty, repeats, runs_on
+from atomrl.trainer.report import answer_end, runs_on
+from atomrl.trainer.text_metrics import hedges, is_empty, repeats
 from atomrl.types import Problem
 from tests.rewards.batches import trajectory
 
@@ -94,7 +95,8 @@ READERS = {
     "environments/tool_calls": [lambda text, form=form: find_calls(text, form) for form in FORMS],
     "environments/tools": [tools.URL.search],
     "environments/retrieval/index": [Words("none")],
-    "trainer/report": [answer_end, repeats, lambda text: hedges(text, "18"), is_empty],
+    "trainer/report": [answer_end],
+    "trainer/text_metrics": [repeats, lambda text: hedges(text, "18"), is_empty],
     "planner/gpus": [gpu_in],
     "trainer/own_functions": [trial.ELSEWHERE.search],
     "rewards/answers": [

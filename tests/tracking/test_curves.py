@@ -4,6 +4,7 @@ import json
 
 from atomrl.cli.main import main
 from atomrl.tracking.reading.comparison import compared
+from atomrl.tracking.reading.run import Run
 
 
 def test_several_runs_are_drawn_in_one_picture(tmp_path, monkeypatch):
@@ -13,7 +14,7 @@ def test_several_runs_are_drawn_in_one_picture(tmp_path, monkeypatch):
         rows = [{"step": 1, "critic/score/mean": reward, "reward/p/mean": 1, "reward/q/mean": 2, "train/accuracy": 0.5}]
         rows += [{"step": 1, "val-core/all/acc/mean@4": reward}] if run is second else []
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert compared([first, second]) == {
+    assert compared([Run(first), Run(second)]) == {
         "Reward": {"x": [(1, 0.25)], "y": [(1, 0.5)]},
         "Accuracy": {"x": [(1, 0.5)], "y": [(1, 0.5)], "y, held-out": [(1, 0.5)]},
     }
@@ -23,4 +24,4 @@ def test_several_runs_are_drawn_in_one_picture(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "a")  # names that are alike are told apart by their paths
     (tmp_path / "b").mkdir()
     first.rename(tmp_path / "b" / "y")
-    assert list(compared([second, tmp_path / "b" / "y"])["Reward"]) == [str(second), str(tmp_path / "b" / "y")]
+    assert list(compared([Run(second), Run(tmp_path / "b" / "y")])["Reward"]) == [str(second), str(tmp_path / "b" / "y")]

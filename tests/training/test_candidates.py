@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from atomrl.algorithms import objective_of
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.batches import RolloutFields, select_rows
 from atomrl.common.metrics import values
 from atomrl.config import ConfigError, ModelConfig, TrainConfig, load_config

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.common.metrics import values
 from atomrl.config import ConfigError, LoraConfig, ModelConfig, TrainConfig, load_config
 from atomrl.models.quantized import quantized_layers
