@@ -439,7 +439,7 @@ def fill_pool(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     from atomrl.trainer import check_rl
     from atomrl.trainer.base import hang_watch
-    from atomrl.trainer.checks import check_secrets
+    from atomrl.trainer.checks.config import check_secrets
     from atomrl.trainer.rl import RLRun, fill
 
     check_rl(config)

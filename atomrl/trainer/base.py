@@ -41,11 +41,11 @@ from atomrl.trainer.build import (
     starting_model,
     with_settings,
 )
-from atomrl.trainer.checks import check_ranks
+from atomrl.trainer.checks.config import check_ranks
 from atomrl.trainer.cluster import describe_cluster, open_cluster
 from atomrl.trainer.loop import Callback, Progress, Training, fit
 from atomrl.trainer.memory import memory_estimate, rank_choices
-from atomrl.trainer.report import why_no_update
+from atomrl.trainer.report.metrics import why_no_update
 
 # --------------------------------------------------------------------------------------------------------------------
 # Watchdog of a run's own process.

@@ -14,8 +14,8 @@ from atomrl.pool.codec import PoolEmpty
 from atomrl.pool.store import Held, RolloutPool
 from atomrl.protocols import Algorithm
 from atomrl.tracking.checkpoints import step_folders
+from atomrl.trainer.report.stopwatch import Stopwatch
 from atomrl.trainer.sources import Groups, RefillingSource
-from atomrl.trainer.stopwatch import Stopwatch
 from atomrl.types import Segment, Trajectory
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -40,32 +40,28 @@ from atomrl.tracking.recorder import Recorder
 from atomrl.trainer import build
 from atomrl.trainer.auto import with_engine, with_share
 from atomrl.trainer.base import Evaluation, PreparedRun, identity
-from atomrl.trainer.checks import (
-    check_columns,
-    check_companions,
-    check_correction,
-    check_end,
-    check_engine,
-    check_environment,
+from atomrl.trainer.checks.config import check_companions
+from atomrl.trainer.checks.data import (
     check_group_size,
     check_held_out,
     check_images,
-    check_outcome,
     check_pool,
     check_row_limit,
     check_temperature,
-    with_tools,
 )
+from atomrl.trainer.checks.engine import check_correction, check_end, check_engine
+from atomrl.trainer.checks.environment import check_columns, check_environment, check_outcome, with_tools
 from atomrl.trainer.cluster import open_cluster
 from atomrl.trainer.evaluate import evaluate
 from atomrl.trainer.loop import MAX_IDLE_STEPS, Progress, stop_request
 from atomrl.trainer.memory import takes_turns, why_two_copies
-from atomrl.trainer.own_functions import check_own_functions, function_sources
+from atomrl.trainer.own_functions.sources import function_sources
+from atomrl.trainer.own_functions.trial import check_own_functions
 from atomrl.trainer.pool_source import PoolSource
-from atomrl.trainer.report import rollout_metrics, update_metrics
+from atomrl.trainer.report.metrics import rollout_metrics, update_metrics
+from atomrl.trainer.report.stopwatch import Stopwatch
+from atomrl.trainer.report.tokens import TokenRecord, mark_recorded
 from atomrl.trainer.sources import AsyncRolloutSource, EngineSource, Groups, GroupSource
-from atomrl.trainer.stopwatch import Stopwatch
-from atomrl.trainer.token_records import TokenRecord, mark_recorded
 from atomrl.types import DISTRIBUTION_KEYS, Problem, Trajectory
 from atomrl.weight_sync import InProcessTransfer
 

@@ -25,7 +25,7 @@ from atomrl.data.rows import by_group
 from atomrl.engines.requests import generate, requests_of, to_trajectory
 from atomrl.protocols import Algorithm, RewardComputer, RolloutEngine, WeightTransfer
 from atomrl.rewards.compute import Rewards
-from atomrl.trainer.stopwatch import Stopwatch
+from atomrl.trainer.report.stopwatch import Stopwatch
 from atomrl.types import GenerationOutput, GenerationRequest, Prompt, SamplingParams, Trajectory
 
 # --------------------------------------------------------------------------------------------------------------------

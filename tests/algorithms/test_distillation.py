@@ -16,7 +16,7 @@ from atomrl.config import ConfigError, ModelConfig, TrainConfig, load_config
 from atomrl.models.memory import count_parameters
 from atomrl.protocols import ModelOutputs
 from atomrl.trainer import prepare_run
-from atomrl.trainer.checks import check_companions
+from atomrl.trainer.checks.config import check_companions
 from atomrl.trainer.memory import memory_estimate
 from tests.tiny import make_tiny_model, make_tiny_tokenizer
 from tests.training.batches import make_algorithm, make_batch

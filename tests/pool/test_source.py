@@ -14,7 +14,7 @@ from atomrl.data.curriculum import PromptStream
 from atomrl.pool.codec import LeaseLost, PoolEmpty
 from atomrl.pool.store import RolloutPool
 from atomrl.trainer.pool_source import PoolSource
-from atomrl.trainer.stopwatch import Stopwatch
+from atomrl.trainer.report.stopwatch import Stopwatch
 from atomrl.types import Segment
 from tests.loop.scripted import curriculum_of
 from tests.pool.made import Clock, group, settings

@@ -44,10 +44,10 @@ from atomrl.rewards.verifiable import gsm8k, search_r1_em
 from atomrl.tracking.doctor.hacks import repeated_unit
 from atomrl.tracking.reading import comparison
 from atomrl.tracking.run_directory import rollout_rows
-from atomrl.trainer import own_functions as trial
 from atomrl.trainer.evaluate import figures, judged
-from atomrl.trainer.report import answer_end, runs_on
-from atomrl.trainer.text_metrics import hedges, is_empty, repeats
+from atomrl.trainer.own_functions import trial
+from atomrl.trainer.report.metrics import answer_end, runs_on
+from atomrl.trainer.report.texts import hedges, is_empty, repeats
 from atomrl.types import Problem
 from tests.rewards.batches import trajectory
 
@@ -95,10 +95,10 @@ READERS = {
     "environments/tool_calls": [lambda text, form=form: find_calls(text, form) for form in FORMS],
     "environments/tools": [tools.URL.search],
     "environments/retrieval/index": [Words("none")],
-    "trainer/report": [answer_end],
-    "trainer/text_metrics": [repeats, lambda text: hedges(text, "18"), is_empty],
+    "trainer/report/metrics": [answer_end],
+    "trainer/report/texts": [repeats, lambda text: hedges(text, "18"), is_empty],
     "planner/gpus": [gpu_in],
-    "trainer/own_functions": [trial.ELSEWHERE.search],
+    "trainer/own_functions/trial": [trial.ELSEWHERE.search],
     "rewards/answers": [
         normalise_text,
         parse_number,

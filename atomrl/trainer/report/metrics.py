@@ -15,8 +15,8 @@ from atomrl.batches import AdvantageBatch
 from atomrl.common.metrics import Count, Max, Mean, Metrics, fetch, mean_max_min, merge, values
 from atomrl.data.rows import by_group
 from atomrl.rewards.compute import failure_counts
-from atomrl.trainer.episode_metrics import episode_metrics
-from atomrl.trainer.text_metrics import text_metrics
+from atomrl.trainer.report.episodes import episode_metrics
+from atomrl.trainer.report.texts import text_metrics
 from atomrl.types import Trajectory
 
 ANSWER = re.compile(r"</answer>|\\boxed\{[^{}]{0,200}+\}|####\s{0,9}+\S{1,99}+\s")
