@@ -130,7 +130,7 @@ def test_filters_of_readers(make):
     short = make(min_response_tokens=3)
     assert short.why_not("a", 1, 0) == {"with a completion under pool.min_response_tokens": 1}
     assert numbers(short.claim("a", 1, 9, version=0)) == [2, 3, 4]
-    assert numbers(make().claim("a", 1, 9, version=0)) == [1, 2, 3]
+    assert numbers(make().claim("b", 1, 9, version=0)) == [1]
 
 
 def test_versions_bound_what_is_taken(make):
@@ -258,7 +258,7 @@ def test_files_that_are_no_pool_are_named(tmp_path, make):
     make()
     with sqlite3.connect(tmp_path / "pools" / "p.sqlite") as db:
         db.execute(f"PRAGMA user_version = {sql.SCHEMA_VERSION + 1}")
-    with pytest.raises(PoolError, match="format 5"):
+    with pytest.raises(PoolError, match=f"format {sql.SCHEMA_VERSION + 1}"):
         make()
     with pytest.raises(PoolError, match="folder"):
         RolloutPool(tmp_path / "text.sqlite" / "p.sqlite", settings())
