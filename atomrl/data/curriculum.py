@@ -465,7 +465,8 @@ def build_curriculum(
     """
     sampler, gates = config.sampler, dict[str, Gate]()
     if sampler is not None and sampler.type == "custom":
-        own = _custom("curriculum.sampler", sampler.function, Sampler, problems, **sampler.args)
+        args = sampler.args
+        own = _custom("curriculum.sampler", sampler.function, Sampler, problems, **args)  # type: ignore[type-abstract]
         stream: PromptStream = SampledStream(problems, own, f"curriculum.sampler ({sampler.function})")
     else:
         difficulty = None
@@ -483,13 +484,21 @@ def build_curriculum(
     return Curriculum(stream, gates)
 
 
-def _custom(where: str, path: str, kind: type[P], *given: Any, **args: Any) -> P:
-    """Make a part of the user's.
+def check_classes(config: CurriculumConfig) -> None:
+    """Check the user's classes, before any data are read.
 
     Raises:
-        ConfigError: the path names no subclass of `kind`, the class does not take the arguments, or it learns but has
-            no state.
+        ConfigError: a path names no subclass of `Sampler` or `Gate`, or a class learns but has no state.
     """
+    if config.sampler is not None and config.sampler.type == "custom":
+        _class_at("curriculum.sampler", config.sampler.function, Sampler)  # type: ignore[type-abstract]
+    for number, gate in enumerate(config.gates):
+        if gate.type == "custom":
+            _class_at(f"curriculum.gates.{number}", gate.function, Gate)
+
+
+def _class_at(where: str, path: str, kind: type[P]) -> type[P]:
+    """Import a class of the user's; see `check_classes`."""
     try:
         own = find_function(path)
     except ValueError as error:
@@ -501,6 +510,16 @@ def _custom(where: str, path: str, kind: type[P], *given: Any, **args: Any) -> P
             f"{where}.function={path}: {own.__name__}.observe learns from groups, so the class needs state and load "
             "too: a resumed run has to continue from what was learned"
         )
+    return own
+
+
+def _custom(where: str, path: str, kind: type[P], *given: Any, **args: Any) -> P:
+    """Make a part of the user's.
+
+    Raises:
+        ConfigError: its class is wrong (`check_classes`), or does not take the arguments.
+    """
+    own = _class_at(where, path, kind)
     with _named(f"{where} ({path})"):
         return own(*given, **args)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from atomrl.config import ConfigError, RunConfig
 from atomrl.protocols import RewardFunction
 from atomrl.trainer.auto import chosen_here
+from atomrl.trainer.base import Options as Options
 from atomrl.trainer.base import PreparedRun
 from atomrl.trainer.base import run_to_end as run_to_end
 from atomrl.trainer.build import given_to_rank

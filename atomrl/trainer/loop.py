@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from atomrl.batches import AdvantageBatch, RowBatch
 from atomrl.common.metrics import Metrics
@@ -51,6 +51,16 @@ class Progress:
     """Consecutive steps without an accepted group, up to `MAX_IDLE_STEPS`."""
 
 
+class Evaluation(NamedTuple):
+    """Result of an evaluation on held-out data."""
+
+    metrics: Mapping[str, float]
+    headline: dict[str, float]
+    """Values for the summary."""
+    rows: Sequence[Mapping[str, Any]] = ()
+    """One per completion, or per problem."""
+
+
 class Training(Protocol):
     """Interface of a kind of run to `fit`: the parts of a step that differ between kinds."""
 
@@ -76,6 +86,12 @@ class Training(Protocol):
         self, step: int, batch: AdvantageBatch, updates: Sequence[Metrics], tokens: TokenRecord, watch: Stopwatch
     ) -> dict[str, float]:
         """Record what the step sampled, and return its metrics."""
+
+    def evaluate(self) -> Evaluation | None:
+        """Evaluate on the held-out data; None without any."""
+
+    def totals(self) -> dict[str, float]:
+        """Return what the run has spent besides time (requests, money), for the summary."""
 
 
 Save = Callable[[Path, Progress], Callable[[], None] | None]
