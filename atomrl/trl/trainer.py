@@ -21,8 +21,8 @@ from atomrl.rewards.table import REWARDS
 from atomrl.tracking.reading.lines import read_metrics
 from atomrl.tracking.run_directory import is_begun
 from atomrl.trainer import Options, prepare_run
-from atomrl.trainer.loop import Callback
 from atomrl.trainer.build import device_name
+from atomrl.trainer.loop import Callback
 from atomrl.trl.arguments import NAMES, GRPOArgs, hint, in_trl_names
 from atomrl.trl.callbacks import Events, split_callbacks
 from atomrl.trl.configs import CONFIGS, TRLConfig, from_training_arguments
