@@ -70,14 +70,14 @@ def train(
     from functools import partial
 
     from atomrl.config import load_config
-    from atomrl.trainer import prepare_run, run_to_end
+    from atomrl.trainer import Options, prepare_run, run_to_end
     from atomrl.trainer.own_functions.passed import check_functions, with_functions
 
     check_functions(reward, advantage, rewards, callbacks)
     loaded = load_config(config, overrides)
     loaded, by_name = with_functions(loaded, reward, advantage)
     prepare = partial(prepare_run, loaded, {**(rewards or {}), **by_name} or None)
-    return run_to_end(prepare(), prepare, resume, callbacks=callbacks)
+    return run_to_end(prepare(), prepare, Options(resume=resume, callbacks=callbacks))
 
 
 def load_run(path: str | Path) -> Run:

@@ -35,7 +35,7 @@ import torch  # noqa: E402
 
 from atomrl.common import threads  # noqa: E402
 from atomrl.config import load_config, merge_trees, read_yaml  # noqa: E402
-from atomrl.trainer import prepare_run  # noqa: E402
+from atomrl.trainer import Options, prepare_run  # noqa: E402
 
 SETTINGS = ("all", "one", "chosen")
 BUSY = {"quiet": 0, "one": 1, "two": 2, "runs": 0}
@@ -145,7 +145,7 @@ def neighbour(size: str, model: Path, folder: Path, setting: str) -> None:
 
 def run(tree: Mapping[str, Any], *callbacks: Any) -> Path:
     config = load_config(tree)
-    prepare_run(config, {"by_length": by_length}).execute(callbacks=callbacks)
+    prepare_run(config, {"by_length": by_length}).execute(Options(callbacks=callbacks))
     return config.run_dir
 
 

@@ -61,7 +61,8 @@ def make_atomrl_step(folder: Path, workload: str, arguments: argparse.Namespace)
     from atomrl.algorithms import objective_of
     from atomrl.backends.local import LocalBackend
     from atomrl.config import load_config
-    from atomrl.data.problems import DataProcessor, PromptStream
+    from atomrl.data.curriculum import Curriculum, PromptStream
+    from atomrl.data.problems import DataProcessor
     from atomrl.models.loading import load_tokenizer
     from atomrl.rewards.compute import build_rewards
     from atomrl.trainer.build import build_engine, device_name
@@ -104,7 +105,7 @@ def make_atomrl_step(folder: Path, workload: str, arguments: argparse.Namespace)
     source = EngineSource(
         engine=engine,
         algorithm=algorithm,
-        stream=PromptStream(samples, shuffle=False),
+        curriculum=Curriculum(PromptStream(samples, shuffle=False)),
         processor=processor,
         rewards=build_rewards(config.reward),
         sampling=SamplingParams(completions_per_prompt=MEMBERS, **lengths, **sampling),

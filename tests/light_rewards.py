@@ -26,3 +26,8 @@ def nothing_for_products(prompts, completions, data_source, **columns):
 
 def nothing_for_wrong_answers(prompts, completions, ground_truth, **columns):
     return [1.0 if truth in text else None for text, truth in zip(completions, ground_truth, strict=True)]
+
+
+def even_truths(prompts, completions, ground_truth, **columns):
+    """Return 1 for every completion of a prompt whose ground truth is even, else 0."""
+    return [float(int(truth) % 2 == 0) for truth in ground_truth]

@@ -31,6 +31,7 @@ from pydantic_core import PydanticUndefined
 
 from atomrl.algorithms import ALGORITHMS, PREFERENCES, objective_of
 from atomrl.config import RewardItem, RunConfig
+from atomrl.config.keys import sections_in
 from atomrl.objectives import PolicyObjective, PreferenceObjective
 from atomrl.objectives.overrides import choices_of
 
@@ -43,7 +44,7 @@ END = "<!-- end of the generated part -->"
 HEAD = ["| key | default | meaning |", "|---|---|---|"]
 VALUES = {
     "null", "true", "auto", "truncate", "error", "kept", "colocated", "native", "llama", "tensorboard", "runs", "max",
-    "fsdp",
+    "fsdp", "difficulty", "solved",
 }  # fmt: skip
 """Words with which a description begins that are a key's value, and stay as they are."""
 BOUNDS = {"ge": "least", "gt": "above", "le": "most", "lt": "below"}
@@ -65,7 +66,7 @@ def _section(section: type[BaseModel], prefix: str) -> list[Item]:
         key = prefix + name
         if key == "algorithm":
             continue
-        inner = _sections_in(field)
+        inner = sections_in(field.annotation)
         if inner and get_origin(field.annotation) not in (list, tuple, dict):
             off = {"off": True} if field.default is None else {}
             own = inspect.getdoc(inner[0]) or "" if len(inner) == 1 else said.get(name, "")
@@ -81,12 +82,6 @@ def _section(section: type[BaseModel], prefix: str) -> list[Item]:
 def _of_each(field: FieldInfo) -> str:
     """Part of a key that the user chooses, in a section with one section per name."""
     return "NAME." if get_origin(field.annotation) is dict else ""
-
-
-def _sections_in(field: FieldInfo) -> list[type[BaseModel]]:
-    """Sections that a field, or an item of it, can be."""
-    parts = [field.annotation, *get_args(field.annotation)]
-    return [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
 
 
 def _merged(kinds: list[list[Item]]) -> list[Item]:

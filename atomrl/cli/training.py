@@ -76,7 +76,7 @@ def train(arguments: argparse.Namespace) -> int:
 
     config = load_config(arguments.config, arguments.overrides)
     from atomrl.tracking.console import QUIET
-    from atomrl.trainer import prepare_run, run_to_end
+    from atomrl.trainer import Options, prepare_run, run_to_end
     from atomrl.trainer.base import hang_watch
 
     if is_other_rank(config):
@@ -90,7 +90,7 @@ def train(arguments: argparse.Namespace) -> int:
         print_section("run", [f"{config.run_dir}{' exists: use --resume or another run_name' if exists else ' (new)'}"])
         return 0
     try:
-        prepared, changes = prepare_run(config), arguments.allow_changes
+        prepared = prepare_run(config)
         place, *settings = non_defaults(config)
         settings = format_config(config).splitlines() if arguments.verbose else settings
         header = (
@@ -99,9 +99,8 @@ def train(arguments: argparse.Namespace) -> int:
         before = QUIET.set(arguments.quiet)
         try:
             with hang_watch(prepared.config):
-                summary = run_to_end(
-                    prepared, partial(prepare_run, config), arguments.resume, allow_changes=changes, header=header
-                )
+                options = Options(resume=arguments.resume, allow_changes=arguments.allow_changes, header=header)
+                summary = run_to_end(prepared, partial(prepare_run, config), options)
         finally:
             QUIET.reset(before)
     except KeyboardInterrupt:
@@ -440,7 +439,8 @@ def fill_pool(arguments: argparse.Namespace) -> int:
     from atomrl.trainer import check_rl
     from atomrl.trainer.base import hang_watch
     from atomrl.trainer.checks.config import check_secrets
-    from atomrl.trainer.rl import RLRun, fill
+    from atomrl.trainer.pool_fill import fill
+    from atomrl.trainer.rl import RLRun
 
     check_rl(config)
     check_secrets(config)

@@ -13,6 +13,7 @@ from atomrl.config.schema import (
     ClusterConfig,
     ClusterRole,
     CriticConfig,
+    CurriculumConfig,
     DataConfig,
     EnvironmentConfig,
     EvalConfig,

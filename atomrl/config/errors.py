@@ -9,8 +9,15 @@ from pydantic import ValidationError
 
 from atomrl.common.errors import ConfigError
 from atomrl.common.secrets import mask_secrets
-from atomrl.config.keys import foreign_names, known_elsewhere, known_keys, suggestion
-from atomrl.config.schema import FORMS, BackendConfig, ResourceConfig
+from atomrl.config.keys import foreign_names, known_elsewhere, known_keys, suggestion, without_indices
+from atomrl.config.schema import FORMS, BackendConfig, GateConfig, ResourceConfig, SamplerConfig
+
+TAGGED: Mapping[str, Any] = {
+    "backend": BackendConfig,
+    "curriculum.sampler": SamplerConfig,
+    "curriculum.gates": GateConfig,
+}
+"""Sections whose `type` selects one of several kinds -> the union of these."""
 
 
 def config_error(error: ValidationError, source: str) -> ConfigError:
@@ -21,8 +28,10 @@ def config_error(error: ValidationError, source: str) -> ConfigError:
 def _error_line(item: Mapping[str, Any]) -> str:
     """Format one error of pydantic's, with its dotted key first; several unknown keys take several lines."""
     path = [str(part) for part in item["loc"]]
-    if path[:1] == ["backend"] and len(path) > 2:
-        del path[1]  # the tag of the union, which is not a key
+    for depth in range(1, len(path) - 1):
+        if without_indices(path[:depth]) in TAGGED and not path[depth].isdigit():
+            del path[depth]  # the tag of the union, which is not a key
+            break
     if path[-1:] == ["[key]"]:  # pydantic's mark for an invalid key of a dict
         del path[-1]
     key = ".".join(path)
@@ -69,9 +78,11 @@ def _shown(path: list[str], value: Any) -> Any:
 
 def _unknown(path: list[str], valid: list[str]) -> str:
     """Format the error of an unknown key."""
-    if path[0] == "backend" and (key := ".".join(path)) in valid:
-        fields = [kind.model_fields for kind in get_args(BackendConfig)]
-        kinds = [get_args(own["type"].annotation)[0] for own in fields if path[1] in own]
-        return f"unknown key {key!r} for this backend.type; it is an option of {' and '.join(kinds)}"
+    *parents, name = path
+    if (section := without_indices(parents)) in TAGGED and without_indices(path) in valid:
+        fields = [kind.model_fields for kind in get_args(TAGGED[section])]
+        kinds = [get_args(own["type"].annotation)[0] for own in fields if name in own]
+        where = ".".join(parents)
+        return f"unknown key '{where}.{name}' for this {where}.type; it is an option of {' and '.join(kinds)}"
     hint = suggestion(path, valid)
     return f"unknown key {'.'.join(path)!r}" + (f"; {hint}" if hint else "")

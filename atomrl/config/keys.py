@@ -21,11 +21,27 @@ def known_keys(section: type[BaseModel] | None = None, prefix: str = "") -> list
     keys = [f"{prefix}type"] if section is not None and issubclass(section, Choice) else []
     for name, info in (section or RunConfig).model_fields.items():
         keys.append(prefix + name)
-        parts = () if get_origin(info.annotation) is dict else get_args(info.annotation)  # the user names keys of dicts
-        for kind in (info.annotation, *parts):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                keys += known_keys(kind, f"{prefix}{name}.")
+        # The user names the keys of dicts.
+        for kind in () if get_origin(info.annotation) is dict else sections_in(info.annotation):
+            keys += known_keys(kind, f"{prefix}{name}.")
     return list(dict.fromkeys(keys))  # kinds of a section share some
+
+
+def sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """Return the sections that a field, or an item of it, can be."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [kind for part in get_args(annotation) for kind in sections_in(part)]
+
+
+def without_indices(path: Sequence[str]) -> str:
+    """Return the dotted key of a path, without indices of lists.
+
+    Example:
+        >>> without_indices(["curriculum", "gates", "0", "type"])
+        'curriculum.gates.type'
+    """
+    return ".".join(part for part in path if not part.isdigit())
 
 
 @cache

@@ -58,6 +58,7 @@ class RunConfig(Section):
     """Distributed training back end; null: train in one process."""
     asynchronous: schema.AsynchronousConfig | None = None
     pool: schema.PoolConfig = schema.PoolConfig()
+    curriculum: schema.CurriculumConfig = schema.CurriculumConfig()
     environment: EnvironmentConfig | None = None
     tools: tuple[ToolConfig, ...] = ()
     """Tools that the model may call; the built-in environment `tools` runs them."""
@@ -207,7 +208,7 @@ class RunConfig(Section):
         """Sections that this kind of run does not read."""
         if self.kind == "rl":
             return ("sft", "pretrain", "preference")
-        unused = ["reward", "critic", "teacher", "asynchronous", "pool", "environment", "tools"]
+        unused = ["reward", "critic", "teacher", "asynchronous", "pool", "curriculum", "environment", "tools"]
         samples = self.pretrain is not None and self.pretrain.sample_every_steps > 0
         if not samples or self.rollout == schema.RolloutConfig():
             unused.append("rollout")

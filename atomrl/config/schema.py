@@ -505,6 +505,80 @@ class RolloutConfig(Section):
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# Curriculum
+
+
+def _as_type(value: Any) -> Any:
+    """Convert a text to the choice of that type."""
+    return {"type": value} if isinstance(value, str) else value
+
+
+class DifficultySampler(Section):
+    """Draws each prompt once per epoch, from easy to hard."""
+
+    type: Literal["difficulty"]
+    """Each epoch has every prompt once, from easy to hard."""
+    field: str
+    """Column with the difficulty of a prompt, a number: a level, or a pass rate."""
+    easiest: Literal["min", "max"] = "min"
+    """The easiest prompt has the smallest (`min`: a level) or the largest number (`max`: a pass rate)."""
+
+
+class CustomSampler(Section):
+    """Draws prompts in the order of a class of the user's."""
+
+    type: Literal["custom"]
+    """Your own class chooses each prompt."""
+    function: str
+    """A dotted path to a subclass of `atomrl.data.curriculum.Sampler`."""
+    args: dict[str, Any] = {}
+    """Arguments that are passed to the class by name."""
+
+
+class SolvedGate(Section):
+    """Drops prompts that are always solved."""
+
+    type: Literal["solved"]
+    """Drop prompts that are always solved, for the rest of the run."""
+    groups: int = Field(2, ge=1)
+    """A prompt is dropped after this many groups in a row in which every reward is at least `reward`."""
+    reward: float = 1.0
+    """Reward of a solved completion."""
+
+
+class CustomGate(Section):
+    """Skips prompts and rejects groups as a class of the user's says."""
+
+    type: Literal["custom"]
+    """Your own class skips prompts and rejects groups."""
+    function: str
+    """A dotted path to a subclass of `atomrl.data.curriculum.Gate`."""
+    args: dict[str, Any] = {}
+    """Arguments that are passed to the class by name."""
+
+
+SamplerConfig = DifficultySampler | CustomSampler
+GateConfig = SolvedGate | CustomGate
+
+
+class CurriculumConfig(Section):
+    """Which prompt is sampled next, and which groups are trained on (docs/guides/curriculum.md)."""
+
+    sampler: SamplerConfig | None = Field(None, discriminator="type")
+    """Order of the prompts; null: each epoch has every prompt once, in the order of `data.shuffle`."""
+    gates: list[Annotated[Annotated[GateConfig, Field(discriminator="type")], BeforeValidator(_as_type)]] = []
+    """Gates that skip prompts or reject groups, in addition to `algorithm.group_filter`. An item may be a type
+    alone."""
+
+    @model_validator(mode="after")
+    def _check_unique(self) -> Self:
+        names = [gate.function if isinstance(gate, CustomGate) else gate.type for gate in self.gates]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"curriculum.gates: {twice[0]} is given twice")
+        return self
+
+
+# --------------------------------------------------------------------------------------------------------------------
 # Cluster, asynchronous loop, rollout pool
 
 ClusterRole = Literal["rollout", "trainer", "reference", "critic", "teacher", "reward"]
@@ -589,12 +663,20 @@ class PoolConfig(Section):
     """Maximum number of steps that train on the same group."""
     min_response_tokens: int = Field(0, ge=0)
     """Skip groups that have a completion shorter than this."""
-    mixed_only: bool = False
-    """Skip groups in which all rewards are equal."""
     timeout_s: float = Field(600.0, gt=0)
     """How long a step waits for groups before the run ends with an error."""
     lease_s: float = Field(1800.0, gt=0)
     """Time without a sign of life after which a trainer's claimed groups are released to others."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_moved(cls, tree: Any) -> Any:
+        if isinstance(tree, Mapping) and "mixed_only" in tree:
+            raise ValueError(
+                "pool.mixed_only is gone: algorithm.group_filter=mixed_outcomes skips groups in which all rewards are "
+                "equal, of a pool too"
+            )
+        return tree
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -1,23 +1,20 @@
-"""Load problems from files, the hub or a generator, encode their prompts, and order them over epochs.
+"""Load problems from files, the hub or a generator, and encode their prompts.
 
-`load_problems` reads a split, `DataProcessor` encodes prompts as token ids, `PromptStream` draws them in the order of
-training.
+`load_problems` reads a split, `DataProcessor` encodes prompts as token ids. `curriculum.py` chooses the prompts of a
+step.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
-import random
 import re
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -35,7 +32,7 @@ from atomrl.data.columns import (
     with_system,
 )
 from atomrl.data.files import DataError, DataNotHere, RawRow, error_list, find_hub_source, hub_rows, read_rows
-from atomrl.data.stored import StoredProblems, alike
+from atomrl.data.stored import StoredProblems
 from atomrl.data.tasks import GENERATORS, Draw, find_completions, generate, is_generator
 from atomrl.types import Image, Message, Problem, Prompt
 
@@ -823,70 +820,3 @@ def _leading_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
         if full[start : start + len(bare)] == bare:
             return list(full[:start])
     return []
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The order of problems over epochs.
-
-
-class PromptStream:
-    """An endless stream of problems: every epoch has each problem once, in its own order.
-
-    The order is a function of the seed and the epoch. So `position`, the number of problems drawn since the start of
-    the run, is the whole state to resume from.
-
-    Example:
-        >>> problems = [Problem(problem_id=name, prompt=name, ground_truth="") for name in "abc"]
-        >>> stream = PromptStream(problems, seed=0, shuffle=False)
-        >>> [prompt_id for prompt_id, _ in stream.take(4)]
-        ['0:a', '0:b', '0:c', '1:a']
-        >>> stream.position = 2
-        >>> [prompt_id for prompt_id, _ in stream.take(1)]
-        ['0:c']
-    """
-
-    def __init__(self, problems: Sequence[Problem], seed: int = 0, shuffle: bool = True) -> None:
-        """
-        Raises:
-            DataError: no problems are given, or two have the same id.
-        """
-        if not problems:
-            raise DataError("a stream needs at least one problem")
-        same = [problem.problem_id for problem in alike(problems, lambda problem: problem.problem_id)]
-        if len(set(same)) < len(same):
-            count = len(problems) - len(same) + len(set(same))
-            raise DataError(f"problem ids must be unique: {len(problems)} problems have {count} ids")
-        self.problems = problems
-        self.seed = seed
-        self.shuffle = shuffle
-        self.position = 0
-        self._order: tuple[int, MutableSequence[int]] = (-1, [])
-
-    def take(self, count: int) -> list[tuple[str, Problem]]:
-        """Return the next `count` problems, each with its prompt id `epoch:problem_id`; a batch may cross epochs."""
-        start, self.position = self.position, self.position + count
-        return [self.at(position) for position in range(start, self.position)]
-
-    def at(self, position: int) -> tuple[str, Problem]:
-        """Return the problem at a position since the start of the run, with its prompt id."""
-        epoch, index = divmod(position, len(self.problems))
-        if self._order[0] != epoch:
-            order = array("q", range(len(self.problems)))  # 8 bytes each, where a list has 40
-            if self.shuffle:
-                digest = hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=8).digest()
-                random.Random(int.from_bytes(digest, "little")).shuffle(order)
-            self._order = (epoch, order)
-        problem = self.problems[self._order[1][index]]
-        return f"{epoch}:{problem.problem_id}", problem
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A hash of the problems in order; checkpoints store it to detect changed data."""
-        digest, encoder = hashlib.blake2b(digest_size=16), json.JSONEncoder(sort_keys=True, default=str)
-        for each in self.problems:
-            columns, names = dict(each.columns), [image.name for image in each.images]
-            if names:  # they are in the folder of a run
-                columns[IMAGES] = names
-            content = [each.problem_id, each.prompt, each.ground_truth, each.data_source, columns]
-            digest.update(encoder.encode(content).encode() + b"\n")
-        return digest.hexdigest()

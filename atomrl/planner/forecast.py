@@ -66,7 +66,7 @@ def forecast(config: RunConfig, run: PreparedRun) -> Forecast:
     evaluation_seconds = 0.0
     if isinstance(run, RLRun):
         rows = config.rollout.prompts_per_step * config.rollout.completions_per_prompt
-        eval_rows = len(run.held_out or ()) * evaluation.samples_per_prompt
+        eval_rows = len(run.held_out.problems) * evaluation.samples_per_prompt
         evaluation_seconds = count * seconds.get("gen", 0.0) * eval_rows / rows
     total = steps * sum(seconds.values()) + evaluation_seconds
     return Forecast(probe, seconds, at_limit, total, count if evaluation_seconds else 0, tokens)

@@ -25,7 +25,7 @@ from atomrl.common.memory import process_memory
 from atomrl.config import ConfigError, RunConfig, load_config, merge_trees
 from atomrl.models.loading import compute_dtype, load_tokenizer, model_config_only, resolve_folder, stored_files
 from atomrl.models.shapes import auto_class
-from atomrl.trainer import prepare_run
+from atomrl.trainer import Options, prepare_run
 
 REQUEST, RESULT = "request.json", "result.json"
 FEWEST_STEPS = 3
@@ -115,7 +115,7 @@ def main(place: Path) -> None:
             raise _StopProbe
 
     with suppress(_StopProbe):
-        prepare_run(config).execute(callbacks=[after_step])
+        prepare_run(config).execute(Options(callbacks=[after_step]))
     if torch.cuda.is_available():  # each step reports its own peak
         name = "perf/max_memory_allocated_gb"
         peak = int(max([row[name] for row in steps if name in row], default=0) * 2**30)

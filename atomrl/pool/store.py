@@ -31,7 +31,7 @@ from atomrl.types import Problem, RaggedIds, RewardFailure, Segment, Trajectory
 # --------------------------------------------------------------------------------------------------------------------
 # Schema and queries.
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 APPLICATION_ID = 0x41525031
 """SQLite application id of a pool: "ARP1"."""
 SCHEMA = (
@@ -76,7 +76,6 @@ PASSED_OVER = {
     "more than pool.max_staleness behind": "oldest < :oldest",
     "of newer weights": "newest > :newest",
     "with a completion under pool.min_response_tokens": "shortest < :shortest",
-    "whose rewards are all equal (pool.mixed_only)": "mixed < :mixed",
     "held or used up": UNAVAILABLE,
 }
 """Reason why a reader does not claim a group -> SQL condition."""
@@ -314,12 +313,15 @@ class RolloutPool:
                 self._count("evicted", evicted.rowcount)
         return new
 
-    def take_positions(self, count: int) -> int:
-        """Reserve `count` positions in the stream of prompts for this producer; return the first."""
+    @contextmanager
+    def shared_state(self) -> Iterator[dict[str, Any]]:
+        """Context of a state as JSON, which all producers share (of their curriculum); empty at first. What the caller
+        changes in it is stored at the end, as one transaction."""
         with self._transaction() as db:
-            self._count("prompts", count)
-            (end,) = db.execute("SELECT value FROM counts WHERE name = 'prompts'").fetchone()
-        return int(end) - count
+            stored = db.execute("SELECT value FROM facts WHERE name = 'producers'").fetchone()
+            state = dict(json.loads(stored[0])) if stored else {}
+            yield state
+            db.execute("INSERT OR REPLACE INTO facts VALUES ('producers', ?)", (json.dumps(state),))
 
     # For readers.
 
@@ -366,7 +368,6 @@ class RolloutPool:
             "oldest": version - settings.max_staleness,
             "max_uses": settings.max_uses,
             "shortest": settings.min_response_tokens,
-            "mixed": settings.mixed_only,
         }
 
     def _renew(self, reader: str, now: float) -> None:

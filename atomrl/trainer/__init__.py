@@ -1,5 +1,9 @@
 """Train: `prepare_run` checks a config of any kind of run, `PreparedRun.execute` trains it with `loop.fit`.
 
+    PreparedRun  checked: config, data, rewards      prepare_run(config)
+    OpenRun      with its folder and its trainer     PreparedRun.execute(options)
+    Training     with engine and source of groups    PreparedRun.open(run, stack)
+
 A dry run and a run make the same checks: config, data, tokenizer, rewards and the shapes of the models, before weights
 are loaded and before a folder is made. Start reading at `loop.py`.
 """
@@ -9,6 +13,7 @@ from collections.abc import Callable, Mapping
 from atomrl.config import ConfigError, RunConfig
 from atomrl.protocols import RewardFunction
 from atomrl.trainer.auto import chosen_here
+from atomrl.trainer.base import Options as Options
 from atomrl.trainer.base import PreparedRun
 from atomrl.trainer.base import run_to_end as run_to_end
 from atomrl.trainer.build import given_to_rank

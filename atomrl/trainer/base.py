@@ -8,9 +8,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from atomrl.backends.group import RankFailed, RankLost, RankOutOfMemory
 from atomrl.cluster.ray_cluster import RayCluster
@@ -20,10 +21,11 @@ from atomrl.common.launchers import launched, unmet_request
 from atomrl.common.memory import readable
 from atomrl.common.threads import adaptive_threads
 from atomrl.config import RunConfig
+from atomrl.data.curriculum import PromptStream
 from atomrl.data.files import pinned
 from atomrl.data.image_reader import ImageReader
 from atomrl.data.images import ImageStore
-from atomrl.data.problems import DataProcessor, PromptStream
+from atomrl.data.problems import DataProcessor
 from atomrl.models.loading import resolve_folder
 from atomrl.protocols import Algorithm, TrainingBackend
 from atomrl.tracking.checkpoint_format import PROGRESS, check_sharded, record_from
@@ -82,14 +84,85 @@ def hang_watch(config: RunConfig) -> HangWatch:
 log = logging.getLogger(__name__)
 
 
-class Evaluation(NamedTuple):
-    """Result of an evaluation on held-out data."""
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a run is executed.
 
-    metrics: Mapping[str, float]
-    headline: dict[str, float]
-    """Values for the summary."""
-    rows: Sequence[Mapping[str, Any]] = ()
-    """One per completion, or per problem."""
+    Args:
+        resume: continue from the newest checkpoint of the run, whose folder must exist.
+        allow_changes: resume although config, data, tokenizer or model differ.
+        callbacks: called after each step.
+        wording: rewrites the doctor's findings, which name config keys, for the terminal.
+        header: lines for the terminal: the first when the folder exists, the others when models are loaded, so that an
+            error stands alone.
+        settings: overrides of the config's sections for the trainer alone.
+    """
+
+    resume: bool = False
+    allow_changes: bool = False
+    callbacks: Sequence[Callback] = ()
+    wording: Callable[[str], str] = str
+    header: Sequence[str] = ()
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenRun:
+    """A run with its folder and its trainer, which `PreparedRun.open` adds the parts of a kind of run to."""
+
+    config: RunConfig
+    directory: RunDirectory
+    cluster: RayCluster | None
+    start: str
+    """Folder or hub name of the model that training starts from."""
+    trainer: TrainingBackend
+    record: Recorder
+    progress: Progress
+    """At the newest checkpoint; at the beginning for a new run."""
+
+    def note(self, line: str) -> None:
+        """Log a line, and write it to the run's log file."""
+        log.info(line)
+        self.directory.log_file.note(line)
+
+    def save(self, folder: Path, progress: Progress) -> Callable[[], None] | None:
+        """Write a checkpoint (`loop.Save`)."""
+        written = self.trainer.save(folder)
+        (folder / PROGRESS).write_text(json.dumps(asdict(progress), indent=1) + "\n", encoding="utf-8")
+        return written
+
+    def evaluate(self, training: Training, step: int) -> None:
+        """Evaluate the current weights, and record the result under a step."""
+        with phase("eval"):
+            result = training.evaluate()
+        if result is not None:
+            self.record.log_evaluation(step, result.metrics, result.rows)
+            self.progress.evaluations[str(step)] = result.headline
+
+    def finish(self, done: bool, seconds: float, totals: Mapping[str, float]) -> dict[str, Any]:
+        """Write and return the summary: `accuracy_before`, `accuracy_after`, ..., `wall_s`."""
+        progress, directory = self.progress, self.directory
+        before = progress.evaluations.get("0", {})
+        after = progress.evaluations.get(str(progress.step), {}) if progress.step else {}
+        summary = {
+            "run": str(directory.path),
+            "finished": done,
+            "steps": progress.step,
+            "updates": progress.updates,
+            "seed": self.config.seed,
+            "wall_s": round(seconds, 2),
+            **{f"{name}_before": value for name, value in before.items()},
+            **{f"{name}_after": value for name, value in after.items()},
+            **totals,
+            "model": str(directory.path / "model") if progress.step else None,
+        }
+        directory.finish(summary)
+        if done and not progress.updates:
+            log.warning(
+                "none of the %d steps made an update (%s): %s is the initial model",
+                progress.step, why_no_update(read_metrics(directory.path / "metrics.jsonl")), summary["model"],
+            )  # fmt: skip
+        return summary
 
 
 class PreparedRun(ABC):
@@ -106,13 +179,6 @@ class PreparedRun(ABC):
     """The keys of the config as it was loaded."""
     images: ImageStore | None = None
     """Pictures of the data; None: the model reads text alone."""
-    # Set by `execute`, before it calls `open`.
-    start: str
-    """Folder or hub name of the model that training starts from."""
-    cluster: RayCluster | None
-    trainer: TrainingBackend
-    record: Recorder
-    progress: Progress
 
     @property
     @abstractmethod
@@ -143,10 +209,6 @@ class PreparedRun(ABC):
         """Return `ranks_line`, with its title."""
         return f"ranks: {ranks_line(self.config)}"
 
-    @abstractmethod
-    def open(self, stack: ExitStack) -> Training:
-        """Open what the steps need beside the trainer, and return it for `fit`. The stack closes it."""
-
     @property
     def function_sources(self) -> Mapping[str, str]:
         """Source code of the user's functions, by their names in the config."""
@@ -157,125 +219,76 @@ class PreparedRun(ABC):
         """Reader of the pictures; None: the data have none."""
         return self.images.reader if self.images else None
 
-    def totals(self) -> dict[str, float]:
-        """Return what the run has spent besides time (requests, money), for the summary."""
-        return {}
-
     @abstractmethod
-    def evaluate(self) -> Evaluation | None:
-        """Evaluate on the held-out data; None without any."""
+    def open(self, run: OpenRun, stack: ExitStack) -> Training:
+        """Open what the steps need beside the trainer, and return it for `fit`. The stack closes it."""
 
-    def execute(
-        self,
-        resume: bool = False,
-        allow_changes: bool = False,
-        callbacks: Sequence[Callback] = (),
-        wording: Callable[[str], str] = str,
-        settings: Mapping[str, Mapping[str, Any]] | None = None,
-        header: Sequence[str] = (),
-    ) -> dict[str, Any]:
+    def execute(self, options: Options = Options()) -> dict[str, Any]:
         """Train to the last step, or to a stop request.
-
-        Args:
-            resume: continue from the newest checkpoint of the run, whose folder must exist.
-            allow_changes: resume although config, data, tokenizer or model differ.
-            callbacks: called after each step.
-            wording: rewrites the doctor's findings, which name config keys, for the terminal.
-            settings: overrides of the config's sections for the trainer alone.
-            header: lines for the terminal: the first when the folder exists, the others when models are loaded, so
-                that an error stands alone.
 
         Returns:
             The contents of the run's `summary.json`.
         """
         started = time.perf_counter()
-        data = self.config.data
-        revisions = {
-            "train": pinned(data.train),
-            "eval": pinned(data.eval),
-        }  # hub data sets at the commit that was read
-        self.config = config = self.config.model_copy(update={"data": data.model_copy(update=revisions)})
         # The folder's lock is released last: whoever waits for it finds all files complete.
         with ExitStack() as folder, ExitStack() as stack:
-            self.cluster = open_cluster(config, self.algorithm, stack)  # fails before a folder is made
-            directory = folder.enter_context(RunDirectory.create(config, resume, allow_changes, self.identity))
-            say(header[:1])
-            directory.write_functions(self.function_sources)
-            if self.images is not None:
-                self.images.write()
-                for line in self.images.describe():
-                    log.info(line)
-                    directory.log_file.note(line)
-            stack.enter_context(adaptive_threads(self.ranks == 1 and device_name(config.model.device) == "cpu"))
-
-            newest = directory.checkpoint_folder(directory.first_step - 1) if directory.first_step > 1 else None
-            stored = json.loads((newest / PROGRESS).read_text(encoding="utf-8")) if newest else {}
-            if newest and config.backend is not None:
-                check_sharded(newest)  # before ranks are started and models are loaded
-            self.progress = progress = record_from(Progress, stored, (newest or directory.path) / PROGRESS)
-            earlier_s = progress.wall_s
-
-            self.start = starting_model(config, self.tokenizer, directory)
-            trainer_config = with_settings(config, settings or {})
-            self.trainer = trainer = build_trainer(
-                trainer_config,
-                self.algorithm,
-                self.start,
-                cluster=self.cluster,
-                given=self.given,
-                tokenizer=self.tokenizer,
-                images=self.image_reader,
-            )
-            stack.callback(trainer.close)
-            if newest:
-                trainer.load(newest)
-            self.record = stack.enter_context(Recorder(config, directory, wording))
-            training = self.open(stack)
-            say(header[1:])
-
-            def save(folder: Path, progress: Progress) -> Callable[[], None] | None:
-                written = trainer.save(folder)
-                (folder / PROGRESS).write_text(json.dumps(asdict(progress), indent=1) + "\n", encoding="utf-8")
-                return written
-
-            done = fit(training, config, progress, save, self._evaluate, callbacks)
+            run = self._open_run(options, folder, stack)
+            config, earlier_s = run.config, run.progress.wall_s
+            training = self.open(run, stack)
+            say(options.header[1:])
+            done = fit(training, config, run.progress, run.save, partial(run.evaluate, training), options.callbacks)
             if done and config.eval.after:
-                directory.keep_best()  # the last checkpoint was written before the last evaluation
+                run.directory.keep_best()  # the last checkpoint was written before the last evaluation
             stack.close()
-            return self._finish(directory, done, earlier_s + time.perf_counter() - started)
+            return run.finish(done, earlier_s + time.perf_counter() - started, training.totals())
 
-    def _evaluate(self, step: int) -> None:
-        """Evaluate the current weights, and record the result under a step."""
-        with phase("eval"):
-            result = self.evaluate()
-        if result is not None:
-            self.record.log_evaluation(step, result.metrics, result.rows)
-            self.progress.evaluations[str(step)] = result.headline
+    def _open_run(self, options: Options, folder: ExitStack, stack: ExitStack) -> OpenRun:
+        """Create the folder, or open it to resume, and start the trainer."""
+        data = self.config.data
+        pins = {"train": pinned(data.train), "eval": pinned(data.eval)}  # hub data sets at the commit that was read
+        config = self.config.model_copy(update={"data": data.model_copy(update=pins)})
+        cluster = open_cluster(config, self.algorithm, stack)  # fails before a folder is made
+        directory = folder.enter_context(
+            RunDirectory.create(config, options.resume, options.allow_changes, self.identity)
+        )
+        say(options.header[:1])
+        directory.write_functions(self.function_sources)
+        if self.images is not None:
+            self.images.write()
+            for line in self.images.describe():
+                log.info(line)
+                directory.log_file.note(line)
+        stack.enter_context(adaptive_threads(self.ranks == 1 and device_name(config.model.device) == "cpu"))
 
-    def _finish(self, directory: RunDirectory, done: bool, seconds: float) -> dict[str, Any]:
-        """Write and return the summary: `accuracy_before`, `accuracy_after`, ..., `wall_s`."""
-        progress = self.progress
-        before = progress.evaluations.get("0", {})
-        after = progress.evaluations.get(str(progress.step), {}) if progress.step else {}
-        summary = {
-            "run": str(directory.path),
-            "finished": done,
-            "steps": progress.step,
-            "updates": progress.updates,
-            "seed": self.config.seed,
-            "wall_s": round(seconds, 2),
-            **{f"{name}_before": value for name, value in before.items()},
-            **{f"{name}_after": value for name, value in after.items()},
-            **self.totals(),
-            "model": str(directory.path / "model") if progress.step else None,
-        }
-        directory.finish(summary)
-        if done and not progress.updates:
-            log.warning(
-                "none of the %d steps made an update (%s): %s is the initial model",
-                progress.step, why_no_update(read_metrics(directory.path / "metrics.jsonl")), summary["model"],
-            )  # fmt: skip
-        return summary
+        newest = directory.checkpoint_folder(directory.first_step - 1) if directory.first_step > 1 else None
+        stored = json.loads((newest / PROGRESS).read_text(encoding="utf-8")) if newest else {}
+        if newest and config.backend is not None:
+            check_sharded(newest)  # before ranks are started and models are loaded
+        progress = record_from(Progress, stored, (newest or directory.path) / PROGRESS)
+
+        start = starting_model(config, self.tokenizer, directory)
+        trainer = build_trainer(
+            with_settings(config, options.settings),
+            self.algorithm,
+            start,
+            cluster=cluster,
+            given=self.given,
+            tokenizer=self.tokenizer,
+            images=self.image_reader,
+        )
+        stack.callback(trainer.close)
+        if newest:
+            trainer.load(newest)
+        record = stack.enter_context(Recorder(config, directory, options.wording))
+        return OpenRun(
+            config=config,
+            directory=directory,
+            cluster=cluster,
+            start=start,
+            trainer=trainer,
+            record=record,
+            progress=progress,
+        )
 
 
 def ranks_line(config: RunConfig) -> str:
@@ -329,7 +342,9 @@ def identity(stream: PromptStream, processor: DataProcessor, model: str | Path) 
 
 
 def run_to_end(
-    run: PreparedRun, prepare: Callable[[], PreparedRun], resume: bool = False, **arguments: Any
+    run: PreparedRun,
+    prepare: Callable[[], PreparedRun],
+    options: Options = Options(),
 ) -> dict[str, Any]:
     """Execute a run; restart it from the newest checkpoint if a rank dies, hangs or runs out of memory.
 
@@ -339,7 +354,7 @@ def run_to_end(
     Args:
         run: a run that was not executed yet.
         prepare: creates the run again.
-        resume, arguments: of `PreparedRun.execute`.
+        options: of `PreparedRun.execute`.
 
     Returns:
         The run's summary.
@@ -351,7 +366,7 @@ def run_to_end(
     done, settings = 0, dict[str, dict[str, object]]()
     while True:
         try:
-            return run.execute(resume, settings=settings, **arguments)
+            return run.execute(options)
         except (RankLost, RankOutOfMemory) as error:
             backend = run.config.backend
             if backend is None or launched() is not None or done >= backend.restarts:
@@ -362,7 +377,7 @@ def run_to_end(
                     settings["model"] = {"gradient_checkpointing": True}
                 else:
                     settings["train"] = {"tokens_per_micro_batch": error.tokens}
-        done, resume = done + 1, True
+        done, options = done + 1, replace(options, resume=True, settings=settings)
         flat = {f"{section}.{key}": value for section, keys in settings.items() for key, value in keys.items()}
         named = [f"{key}={json.dumps(value)}" for key, value in flat.items()]
         log.warning(

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from atomrl.batches import AdvantageBatch, RowBatch
 from atomrl.common.metrics import Metrics
@@ -38,7 +38,9 @@ class Progress:
     position: int = 0
     """Position in the stream of prompts."""
     pending: Sequence[tuple[int, int]] = ()
-    """Position and step of earlier groups that have not been trained on yet (`GroupSource.state`)."""
+    """Position and step of earlier groups that have not been trained on yet (`CurriculumState`)."""
+    curriculum: Mapping[str, Any] = field(default_factory=dict)
+    """State of the parts of the curriculum (`CurriculumState.parts`)."""
     wall_s: float = 0.0
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
     """step -> metrics of the evaluation after it; "0" is before training."""
@@ -47,6 +49,16 @@ class Progress:
     """Optimizer steps that changed weights."""
     idle_steps: int = 0
     """Consecutive steps without an accepted group, up to `MAX_IDLE_STEPS`."""
+
+
+class Evaluation(NamedTuple):
+    """Result of an evaluation on held-out data."""
+
+    metrics: Mapping[str, float]
+    headline: dict[str, float]
+    """Values for the summary."""
+    rows: Sequence[Mapping[str, Any]] = ()
+    """One per completion, or per problem."""
 
 
 class Training(Protocol):
@@ -74,6 +86,12 @@ class Training(Protocol):
         self, step: int, batch: AdvantageBatch, updates: Sequence[Metrics], tokens: TokenRecord, watch: Stopwatch
     ) -> dict[str, float]:
         """Record what the step sampled, and return its metrics."""
+
+    def evaluate(self) -> Evaluation | None:
+        """Evaluate on the held-out data; None without any."""
+
+    def totals(self) -> dict[str, float]:
+        """Return what the run has spent besides time (requests, money), for the summary."""
 
 
 Save = Callable[[Path, Progress], Callable[[], None] | None]
@@ -146,7 +164,8 @@ def fit(
     if progress.idle_steps >= MAX_IDLE_STEPS:
         log.warning(
             "the run ends after step %d: no group was accepted in %d steps in a row, because all completions of a "
-            "group have equal rewards. critic/score/mean shows whether the problems are too easy or too hard",
+            "group have equal rewards or no prompt is left. critic/score/mean shows whether the problems are too easy "
+            "or too hard",
             progress.step, MAX_IDLE_STEPS,
         )  # fmt: skip
     if done and config.eval.after:

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -15,9 +15,10 @@ from atomrl.atoms.masks import masked_sum
 from atomrl.batches import AdvantageBatch, RowBatch
 from atomrl.common.metrics import Metrics
 from atomrl.config import ConfigError, PreferenceConfig, RunConfig, SftConfig
+from atomrl.data.curriculum import PromptStream
 from atomrl.data.files import DataError
 from atomrl.data.offline import TokenizedSamples, demonstration_reader, preference_reader
-from atomrl.data.problems import COMPLETIONS, DataProcessor, LoadReport, PromptStream, load_problems, read_system_prompt
+from atomrl.data.problems import COMPLETIONS, DataProcessor, LoadReport, load_problems, read_system_prompt
 from atomrl.data.tasks import task_words
 from atomrl.engines.requests import eos_token_ids
 from atomrl.models.loading import base_path, model_config_only, resolve_folder
@@ -25,8 +26,9 @@ from atomrl.models.reward_model import Reader
 from atomrl.models.tokenizer import make_tokenizer
 from atomrl.objectives import PreferenceObjective
 from atomrl.objectives.choice import not_none
-from atomrl.protocols import TrainingBackend
-from atomrl.trainer.base import Evaluation, PreparedRun, identity
+from atomrl.protocols import Algorithm, TrainingBackend
+from atomrl.tracking.recorder import Recorder
+from atomrl.trainer.base import OpenRun, PreparedRun, identity
 from atomrl.trainer.build import (
     context_tokens,
     image_reader,
@@ -38,25 +40,34 @@ from atomrl.trainer.build import (
 )
 from atomrl.trainer.checks.data import check_held_out, check_images
 from atomrl.trainer.evaluate import evaluate_preferences
-from atomrl.trainer.loop import Training
+from atomrl.trainer.loop import Evaluation, Training
 from atomrl.trainer.report.metrics import update_metrics
 from atomrl.trainer.report.stopwatch import Stopwatch
 from atomrl.trainer.report.tokens import TokenRecord
 
 Split = Literal["train", "eval"]
+HeldOutMetrics = tuple[dict[str, float], Sequence[Mapping[str, Any]]]
 EVAL_SAMPLES = 64
 """Held-out samples in a forward pass of their own."""
 
 
-class OfflineRun(PreparedRun):
-    """Base class of runs on a data set, with one optimizer step per step. The run itself is the `loop.Training`."""
+class OfflineTraining(Training):
+    """Base class of `loop.Training` on a data set, with one optimizer step per step."""
 
-    @abstractmethod
-    def collect(self, step: int, watch: Stopwatch) -> RowBatch:
-        """Return the rows of a step."""
+    def __init__(self, run: OpenRun, algorithm: Algorithm) -> None:
+        self.run, self._algorithm = run, algorithm
 
-    def open(self, stack: ExitStack) -> Training:
-        return self
+    @property
+    def trainer(self) -> TrainingBackend:
+        return self.run.trainer
+
+    @property
+    def algorithm(self) -> Algorithm:
+        return self._algorithm
+
+    @property
+    def record(self) -> Recorder:
+        return self.run.record
 
     def updating(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -69,8 +80,11 @@ class OfflineRun(PreparedRun):
     ) -> dict[str, float]:
         return watch.metrics(int(batch.lengths.sum())) | update_metrics(updates)
 
+    def totals(self) -> dict[str, float]:
+        return {}
 
-class CompletionRun(OfflineRun):
+
+class CompletionRun(PreparedRun):
     """Base class of runs on completions: demonstrations or preferences, `train.rows_per_update` samples per step.
 
     Args:
@@ -105,7 +119,7 @@ class CompletionRun(OfflineRun):
         """Load the samples of a split."""
 
     @abstractmethod
-    def metrics(self, held_out: TokenizedSamples) -> tuple[dict[str, float], Sequence[Mapping[str, Any]]]:
+    def metrics(self, trainer: TrainingBackend, held_out: TokenizedSamples) -> HeldOutMetrics:
         """Return the metrics `eval/NAME` of an evaluation, and a row per sample to record, if any."""
 
     def _tokenized(self, split: Split) -> TokenizedSamples:
@@ -149,23 +163,32 @@ class CompletionRun(OfflineRun):
             f"{steps * rows / items:.2f} passes over {items}"
         ]
 
-    def open(self, stack: ExitStack) -> Training:
-        self.stream.position = self.progress.position
-        return self
+    def open(self, run: OpenRun, stack: ExitStack) -> Training:
+        self.stream.position = run.progress.position
+        return CompletionTraining(run, self)
+
+
+class CompletionTraining(OfflineTraining):
+    """`loop.Training` on completions."""
+
+    def __init__(self, run: OpenRun, prepared: CompletionRun) -> None:
+        super().__init__(run, prepared.algorithm)
+        self.prepared = prepared
 
     def collect(self, step: int, watch: Stopwatch) -> RowBatch:
-        return self.train.rows(self.stream.take(self.config.items_per_step), mismatched=self.mismatched)
+        prepared = self.prepared
+        return prepared.train.rows(prepared.stream.take(self.run.config.items_per_step), mismatched=prepared.mismatched)
 
     def report(
         self, step: int, batch: AdvantageBatch, updates: Sequence[Metrics], tokens: TokenRecord, watch: Stopwatch
     ) -> dict[str, float]:
-        self.progress.position = self.stream.position
+        self.run.progress.position = self.prepared.stream.position
         return super().report(step, batch, updates, tokens, watch)
 
     def evaluate(self) -> Evaluation | None:
-        if self.held_out is None:
+        if self.prepared.held_out is None:
             return None
-        metrics, lines = self.metrics(self.held_out)
+        metrics, lines = self.prepared.metrics(self.trainer, self.prepared.held_out)
         return Evaluation(metrics, {name.removeprefix("eval/"): value for name, value in metrics.items()}, lines)
 
 
@@ -190,8 +213,8 @@ class SupervisedRun(CompletionRun):
         read = demonstration_reader(data.prompt_field, self.settings.completion_field)
         return load_problems(data, split, self.config.seed, read, "demonstrate", self.images)
 
-    def metrics(self, held_out: TokenizedSamples) -> tuple[dict[str, float], Sequence[Mapping[str, Any]]]:
-        return {"eval/nll_per_token": nll_per_token(self.trainer, held_out.batches(EVAL_SAMPLES))}, []
+    def metrics(self, trainer: TrainingBackend, held_out: TokenizedSamples) -> HeldOutMetrics:
+        return {"eval/nll_per_token": nll_per_token(trainer, held_out.batches(EVAL_SAMPLES))}, []
 
 
 class PreferenceRun(CompletionRun):
@@ -220,12 +243,12 @@ class PreferenceRun(CompletionRun):
                 )
         return report
 
-    def metrics(self, held_out: TokenizedSamples) -> tuple[dict[str, float], Sequence[Mapping[str, Any]]]:
-        return evaluate_preferences(held_out, self.scores)
+    def metrics(self, trainer: TrainingBackend, held_out: TokenizedSamples) -> HeldOutMetrics:
+        return evaluate_preferences(held_out, partial(self.scores, trainer))
 
-    def scores(self, rows: RowBatch) -> dict[str, Tensor]:
+    def scores(self, trainer: TrainingBackend, rows: RowBatch) -> dict[str, Tensor]:
         """Compute scores [B] of rows by name; `reward` is the one that is trained."""
-        return self.objective.row_scores(self.trainer.forward_only(rows, self.objective.needs | {"old_logprobs"}))
+        return self.objective.row_scores(trainer.forward_only(rows, self.objective.needs | {"old_logprobs"}))
 
 
 class RewardModelRun(PreferenceRun):
@@ -254,8 +277,8 @@ class RewardModelRun(PreferenceRun):
             )
         CompletionRun.__init__(self, config, tokenizer, self.reader.limit)
 
-    def scores(self, rows: RowBatch) -> dict[str, Tensor]:
-        return {"reward": not_none(self.trainer.forward_only(rows, frozenset({"scores"})).scores)}
+    def scores(self, trainer: TrainingBackend, rows: RowBatch) -> dict[str, Tensor]:
+        return {"reward": not_none(trainer.forward_only(rows, frozenset({"scores"})).scores)}
 
 
 def nll_per_token(trainer: TrainingBackend, batches: Iterable[RowBatch]) -> float:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
+from atomrl.data.curriculum import Curriculum
 from atomrl.pool.codec import PoolEmpty
 from atomrl.pool.store import Held, RolloutPool
 from atomrl.protocols import Algorithm
@@ -36,15 +37,25 @@ class PoolSource(RefillingSource):
     Args:
         pool: the pool; closed with the source.
         reader: the run's name in the pool (`RolloutPool.start_run`).
-        algorithm: filters groups; others are claimed instead of those it rejects.
+        algorithm: of the run.
+        curriculum: accepts groups; others are claimed instead of those that it rejects.
         checkpoints: folder of the run's checkpoints.
         done: number of steps in the checkpoint that the run resumes from.
     """
 
     in_rounds = False
 
-    def __init__(self, pool: RolloutPool, reader: str, algorithm: Algorithm, checkpoints: Path, done: int) -> None:
-        self.pool, self.reader, self.algorithm, self.checkpoints = pool, reader, algorithm, checkpoints
+    def __init__(
+        self,
+        pool: RolloutPool,
+        reader: str,
+        algorithm: Algorithm,
+        curriculum: Curriculum,
+        checkpoints: Path,
+        done: int,
+    ) -> None:
+        self.pool, self.reader, self.algorithm, self.curriculum = pool, reader, algorithm, curriculum
+        self.checkpoints = checkpoints
         self._claimed: dict[int, int] = {}
         """Step -> number of claimed groups, for steps that are not finished."""
         self._drawn: list[Held] = []
@@ -54,7 +65,7 @@ class PoolSource(RefillingSource):
         pool.finish(reader, done)
 
     def collect(self, groups: int, step: int, watch: Stopwatch) -> tuple[Groups, Groups]:
-        """Claim groups until the algorithm accepts `groups` of them, or `MAX_ROUNDS` times as many were claimed.
+        """Claim groups until the curriculum accepts `groups` of them, or `MAX_ROUNDS` times as many were claimed.
 
         Groups that this step had claimed before a restart come first.
 
@@ -128,10 +139,6 @@ class PoolSource(RefillingSource):
     def quiet(self) -> AbstractContextManager[None]:
         """Return a null context: producers sample with engines of their own."""
         return nullcontext()
-
-    def state(self) -> tuple[int, list[tuple[int, int]]]:
-        """Return an empty state: the pool itself stores which groups a step has claimed."""
-        return 0, []
 
     def metrics(self) -> dict[str, float]:
         """Return `pool/...`: staleness and reuse of the last step's groups, size of the pool, and groups lost."""

@@ -20,10 +20,10 @@ from atomrl.data.text import Split as TextSplit
 from atomrl.engines.requests import generate
 from atomrl.models.loading import load_tokenizer, resolve_folder
 from atomrl.tracking.checkpoints import tokenizer_identity
-from atomrl.trainer.base import Evaluation
+from atomrl.trainer.base import OpenRun, PreparedRun
 from atomrl.trainer.build import build_engine, context_tokens, model_path
-from atomrl.trainer.loop import Training
-from atomrl.trainer.offline import OfflineRun, nll_per_token
+from atomrl.trainer.loop import Evaluation, Training, is_due
+from atomrl.trainer.offline import OfflineTraining, nll_per_token
 from atomrl.trainer.report.stopwatch import Stopwatch
 from atomrl.trainer.report.tokens import TokenRecord
 from atomrl.types import Problem, Prompt, SamplingParams
@@ -33,7 +33,7 @@ SEED_OF_VALIDATION = 0
 """Seed of the validation windows: the same in every run, so that losses can be compared."""
 
 
-class PretrainRun(OfflineRun):
+class PretrainRun(PreparedRun):
     """Pretraining on windows of text, with the loss on the validation split and sampled completions.
 
     The summary has `val_loss_before`, `val_loss_after` and `val_bits_per_byte_after`.
@@ -72,55 +72,16 @@ class PretrainRun(OfflineRun):
     def describe_batch(self) -> Sequence[str]:
         return [describe_windows(self.config, self.tokens.meta.train.tokens)]
 
-    def open(self, stack: ExitStack) -> Training:
-        config, settings = self.config, self.settings
-        self.held_out = self._rows("val", settings.eval_windows, SEED_OF_VALIDATION, 0)
-        if settings.sample_every_steps:
-            self.engine = build_engine(config, self.start, self.tokenizer)
-            stack.callback(self.engine.close)
-            self.transfer = InProcessTransfer(self.trainer, self.engine, self.record.progress.note)
-        return self
+    def open(self, run: OpenRun, stack: ExitStack) -> Training:
+        transfer = None
+        if self.settings.sample_every_steps:
+            engine = build_engine(run.config, run.start, self.tokenizer)
+            stack.callback(engine.close)
+            transfer = InProcessTransfer(run.trainer, engine, run.record.progress.note)
+        return PretrainTraining(run, self, transfer)
 
-    def collect(self, step: int, watch: Stopwatch) -> RowBatch:
-        return self._rows("train", self.config.items_per_step, self.config.seed, step)
-
-    def report(
-        self, step: int, batch: AdvantageBatch, updates: Sequence[Metrics], tokens: TokenRecord, watch: Stopwatch
-    ) -> dict[str, float]:
-        metrics = super().report(step, batch, updates, tokens, watch)
-        every = self.settings.sample_every_steps
-        if every and (step % every == 0 or step == self.config.train.steps):
-            self.sample(step)
-        return metrics
-
-    def sample(self, step: int) -> None:
-        """Sample completions of `pretrain.sample_prompt`, and record them."""
-        self.transfer(step)
-        settings = self.settings
-        sampling = SamplingParams(
-            completions_per_prompt=settings.samples,
-            max_completion_tokens=settings.sample_tokens,
-            temperature=settings.sample_temperature,
-            seed=self.config.seed,
-            step=step,
-        )
-        drawn = generate(self.engine, [self._prompt()], sampling)
-        self.record.log_rollouts(step, drawn, {})
-        self.record.progress.note(f"step {step}: sample: {drawn[0].text!r}")
-
-    def evaluate(self) -> Evaluation:
-        loss = nll_per_token(self.trainer, [self.held_out])
-        figures = {"loss": loss, **self.tokens.bits("val", loss)}
-        metrics, headline = ({f"val{mark}{name}": value for name, value in figures.items()} for mark in "/_")
-        return Evaluation(metrics, headline)
-
-    def _rows(self, split: TextSplit, count: int, seed: int, step: int) -> RowBatch:
-        """Return windows as rows. All tokens are trained except the first, which nothing predicts."""
-        windows = self.tokens.windows(split, count, self.settings.window_tokens, seed, step)
-        learned = np.arange(self.settings.window_tokens) > 0
-        return rows_from_tokens([[Example(window, learned)] for window in windows.numpy()])
-
-    def _prompt(self) -> Prompt:
+    def sample_prompt(self) -> Prompt:
+        """Return `pretrain.sample_prompt` as a prompt."""
         text = self.settings.sample_prompt
         problem = Problem(problem_id="sample", prompt=text, ground_truth=None, data_source="sample")
         ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -160,12 +121,68 @@ class PretrainRun(OfflineRun):
         if settings.window_tokens > context:
             where = "pretrain.gpt.max_tokens" if settings.gpt else f"the context of {self.config.model.path}"
             raise ConfigError(f"pretrain.window_tokens={settings.window_tokens} is longer than {where}, {context}")
-        prompt = len(self._prompt().token_ids)
+        prompt = len(self.sample_prompt().token_ids)
         if settings.sample_every_steps and (not prompt or prompt + settings.sample_tokens > context):
             raise ConfigError(
                 f"pretrain.sample_prompt has {prompt} tokens, which with "
                 f"pretrain.sample_tokens={settings.sample_tokens} must be between 1 and {context}"
             )
+
+
+class PretrainTraining(OfflineTraining):
+    """`loop.Training` on windows of text.
+
+    Args:
+        run: with its trainer.
+        prepared: the checked run.
+        transfer: of the engine that samples; None: nothing is sampled.
+    """
+
+    def __init__(self, run: OpenRun, prepared: PretrainRun, transfer: InProcessTransfer | None) -> None:
+        super().__init__(run, prepared.algorithm)
+        self.prepared, self.settings, self.transfer = prepared, prepared.settings, transfer
+        self.held_out = self._rows("val", self.settings.eval_windows, SEED_OF_VALIDATION, 0)
+
+    def collect(self, step: int, watch: Stopwatch) -> RowBatch:
+        return self._rows("train", self.run.config.items_per_step, self.run.config.seed, step)
+
+    def report(
+        self, step: int, batch: AdvantageBatch, updates: Sequence[Metrics], tokens: TokenRecord, watch: Stopwatch
+    ) -> dict[str, float]:
+        metrics = super().report(step, batch, updates, tokens, watch)
+        if self.transfer is not None and (
+            is_due(step, self.settings.sample_every_steps) or step == self.run.config.train.steps
+        ):
+            self.sample(step, self.transfer)
+        return metrics
+
+    def sample(self, step: int, transfer: InProcessTransfer) -> None:
+        """Sample completions of `pretrain.sample_prompt`, and record them."""
+        transfer(step)
+        settings = self.settings
+        sampling = SamplingParams(
+            completions_per_prompt=settings.samples,
+            max_completion_tokens=settings.sample_tokens,
+            temperature=settings.sample_temperature,
+            seed=self.run.config.seed,
+            step=step,
+        )
+        drawn = generate(transfer.engine, [self.prepared.sample_prompt()], sampling)
+        self.record.log_rollouts(step, drawn, {})
+        self.record.progress.note(f"step {step}: sample: {drawn[0].text!r}")
+
+    def evaluate(self) -> Evaluation:
+        loss = nll_per_token(self.trainer, [self.held_out])
+        figures = {"loss": loss, **self.prepared.tokens.bits("val", loss)}
+        metrics, headline = ({f"val{mark}{name}": value for name, value in figures.items()} for mark in "/_")
+        return Evaluation(metrics, headline)
+
+    def _rows(self, split: TextSplit, count: int, seed: int, step: int) -> RowBatch:
+        """Return windows as rows. All tokens are trained except the first, which nothing predicts."""
+        size = self.settings.window_tokens
+        windows = self.prepared.tokens.windows(split, count, size, seed, step)
+        learned = np.arange(size) > 0
+        return rows_from_tokens([[Example(window, learned)] for window in windows.numpy()])
 
 
 def describe_windows(config: RunConfig, tokens: int | None = None) -> str:

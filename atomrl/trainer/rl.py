@@ -3,16 +3,16 @@
 import json
 import logging
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.batches import AdvantageBatch, RowBatch, concat_turns
@@ -22,23 +22,24 @@ from atomrl.common.metrics import Metrics
 from atomrl.common.threads import single_thread
 from atomrl.config import RunConfig, load_config
 from atomrl.data.checks import repetitions
-from atomrl.data.problems import DataProcessor, PromptStream, load_problems
+from atomrl.data.curriculum import CurriculumState, build_curriculum, check_classes, check_curriculum
+from atomrl.data.images import ImageStore
+from atomrl.data.problems import DataProcessor, load_problems
 from atomrl.data.rows import to_rows
 from atomrl.data.stored import read_lengths, write_lengths
 from atomrl.models.loading import compute_dtype, model_config_only, resolve_folder
 from atomrl.models.memory import count_parameters
 from atomrl.objectives.choice import not_none
-from atomrl.pool.codec import problem_json
 from atomrl.pool.store import RolloutPool
-from atomrl.pool.weights import PublishedWeights, WeightFollower
+from atomrl.pool.weights import PublishedWeights
 from atomrl.protocols import Algorithm, RewardFunction, RolloutEngine, TrainingBackend, WeightTransfer
-from atomrl.rewards.compute import build_rewards, move_models
+from atomrl.rewards.compute import Rewards, build_rewards, move_models
 from atomrl.rewards.errors import RewardError
 from atomrl.tracking.checkpoints import tokenizer_identity
 from atomrl.tracking.recorder import Recorder
 from atomrl.trainer import build
 from atomrl.trainer.auto import with_engine, with_share
-from atomrl.trainer.base import Evaluation, PreparedRun, identity
+from atomrl.trainer.base import OpenRun, PreparedRun, identity
 from atomrl.trainer.checks.config import check_companions
 from atomrl.trainer.checks.data import (
     check_group_size,
@@ -50,9 +51,8 @@ from atomrl.trainer.checks.data import (
 )
 from atomrl.trainer.checks.engine import check_correction, check_end, check_engine
 from atomrl.trainer.checks.environment import check_columns, check_environment, check_outcome, with_tools
-from atomrl.trainer.cluster import open_cluster
 from atomrl.trainer.evaluate import evaluate
-from atomrl.trainer.loop import MAX_IDLE_STEPS, Progress, stop_request
+from atomrl.trainer.loop import MAX_IDLE_STEPS, Evaluation, Progress
 from atomrl.trainer.memory import rounds_into_engine, takes_turns, why_two_copies
 from atomrl.trainer.own_functions.sources import function_sources
 from atomrl.trainer.own_functions.trial import check_own_functions
@@ -69,6 +69,14 @@ REWARD_TOTALS = "reward_totals.json"
 """File in the run's folder: requests to reward services and their cost, over all attempts of the run."""
 
 
+class HeldOut(NamedTuple):
+    """What evaluations need: the engine, the problems, and the rewards."""
+
+    engine: RolloutEngine
+    problems: Sequence[Problem]
+    rewards: Rewards
+
+
 @dataclass(kw_only=True)
 class RolloutTraining:
     """`loop.Training` on rollouts: samples groups, scores them, makes rows, and sends weights to the engine."""
@@ -83,6 +91,7 @@ class RolloutTraining:
     progress: Progress
     sleeper: RolloutEngine | None = None
     """The engine, if it shares a GPU with the trainer: it sleeps during updates to free memory."""
+    held_out: HeldOut | None = None
     totals: Callable[[], dict[str, float]] = dict
     """Called after rewards were computed; returns the run's totals (requests, cost) as metrics."""
     says_right: bool = True
@@ -153,15 +162,33 @@ class RolloutTraining:
         stops = {*stop_tokens(self.processor.tokenizer), *self.config.rollout.stop_token_ids}
         with single_thread():
             metrics = rollout_metrics(drawn, batch, stops, self.says_right)
-        if self.algorithm.keeps_group:
+        if self.source.curriculum.rejects:
             groups = len(self.accepted) + len(self.refused)
             metrics["rollout/groups_drawn"] = float(groups)
             metrics["rollout/groups_accepted"] = float(len(self.accepted))
             metrics["rollout/groups_missing"] = float(self.config.items_per_step - len(self.accepted))
             metrics["rollout/acceptance_rate"] = len(self.accepted) / max(1, groups)
         total = sum(item.prompt_tokens + item.response_tokens for item in drawn)
-        self.progress.position, self.progress.pending = self.source.state()
-        return metrics | watch.metrics(total) | update_metrics(updates) | self.source.metrics() | self.totals()
+        curriculum = self.source.curriculum
+        self.progress.position, self.progress.pending, self.progress.curriculum = curriculum.state()
+        metrics |= watch.metrics(total) | update_metrics(updates)
+        return metrics | self.source.metrics() | curriculum.metrics() | self.totals()
+
+    def evaluate(self) -> Evaluation | None:
+        if self.held_out is None:
+            return None
+        engine, problems, rewards = self.held_out
+        try:
+            with self.source.quiet():
+                result = evaluate(
+                    engine, problems, self.processor, rewards, build.eval_sampling(self.config),
+                    says_right=self.says_right,
+                )  # fmt: skip
+        finally:
+            self.totals()
+        names = ("accuracy", "reward", "format", "reasoning_tokens")
+        known = {name: value for name in names if not math.isnan(value := result.overall[name].mean)}
+        return Evaluation(result.metrics(), known, result.rows)
 
 
 def mean_advantages(batch: AdvantageBatch) -> dict[int, float]:
@@ -170,6 +197,119 @@ def mean_advantages(batch: AdvantageBatch) -> dict[int, float]:
     tokens = batch.loss_mask.sum(1).clamp(min=1)
     means: list[float] = ((batch.advantages * batch.loss_mask).sum(1) / tokens).tolist()
     return dict(zip(not_none(batch.trajectory_index).tolist(), means, strict=True))
+
+
+# The set-up of a run in steps. Each returns what the next ones need: only a config that `choose_engine` returned has an
+# algorithm that is corrected for its engine, and only one with tools can encode prompts.
+
+
+class ChosenEngine(NamedTuple):
+    """A config with its engine, and with the algorithm that is corrected for it. It is saved, and compared on
+    resuming."""
+
+    config: RunConfig
+    path: str
+    """Folder or hub name of the policy."""
+    algorithm: Algorithm
+    reason: str
+    """Why this engine."""
+
+
+class Encoder(NamedTuple):
+    """A config with its tools, and what renders and encodes its prompts."""
+
+    config: RunConfig
+    tokenizer: Any
+    images: ImageStore | None
+    processor: DataProcessor
+
+
+class SplitOfData(NamedTuple):
+    """Problems whose prompts are short enough, and the numbers of tokens of these."""
+
+    problems: Sequence[Problem]
+    lengths: Sequence[int]
+    measured: tuple[Path, str, Sequence[int]] | None
+    """File, key and the numbers of tokens of all prompts, to be written when the run has a folder; None: they were read
+    from there."""
+
+
+def choose_engine(config: RunConfig) -> ChosenEngine:
+    """Choose the engine: whether its log-probs are exact decides if the algorithm is corrected for them."""
+    path = build.model_path(config)
+    config, reason = with_engine(config, path)
+    objective = config.algorithm
+    assert not isinstance(objective, RewardModelObjective), "the kind of run is chosen by the algorithm"
+    engine = check_engine(config, path)
+    if instead := build.engine_class(config.rollout, path, config.model)[1]:
+        reason += f"; the hf engine draws in its place: {instead}"
+    check_correction(config, engine)
+    on_policy = config.rollout.source == "engine" and not (config.asynchronous and config.asynchronous.max_staleness)
+    exact = (engine.exact and on_policy) or config.rollout.logprobs_over == "none"
+    corrected = config.model_copy(update={"algorithm": build.corrected(objective, exact)})
+    return ChosenEngine(corrected, path, build.algorithm_of(corrected), reason)
+
+
+def open_rewards(chosen: ChosenEngine, local: Mapping[str, RewardFunction] | None) -> Rewards:
+    """Call the user's functions once on made-up numbers, and return the rewards. No file is read yet."""
+    config = chosen.config
+    device, trusted = build.device_name(config.model.device), config.model.trust_remote_code
+    check_own_functions(chosen.algorithm, config, device)
+    check_classes(config.curriculum)
+    if config.cluster is not None and "reward" in config.cluster.resources:
+        device = build.actor_model(config.model).device
+    return build_rewards(config.reward, local, device=device, trust_remote_code=trusted)
+
+
+def open_encoder(chosen: ChosenEngine) -> Encoder:
+    """Load the tokenizer, and check the environment: prompts are rendered with their template and tools."""
+    config, path = chosen.config, chosen.path
+    tokenizer = build.policy_tokenizer(config)
+    check_end(config, path, tokenizer)
+    check_companions(config, chosen.algorithm, path, tokenizer)
+    config = with_tools(config, tokenizer)
+    check_environment(config, tokenizer)
+    check_outcome(config)
+    reader = build.image_reader(config, path)
+    processor = build.processor(config, tokenizer, build.prompt_limit(config, path), reader)
+    return Encoder(config, tokenizer, build.image_store(config, reader), processor)
+
+
+def load_split(encoder: Encoder, split: Literal["train", "eval"]) -> SplitOfData:
+    """Load the problems of a split."""
+    config, processor = encoder.config, encoder.processor
+    report = load_problems(config.data, split, config.seed, images=encoder.images)
+    file = config.run_dir / f"prompt_lengths.{split}"
+    versions = [version(name) for name in ("transformers", "tokenizers")]
+    key = repr([report.problems.digest, tokenizer_identity(encoder.tokenizer), processor.settings, *versions])
+    stored = read_lengths(file, key, len(report.problems))
+    lengths = processor.lengths(report.problems) if stored is None else stored
+    kept, kept_lengths = processor.filter_overlong(report.problems, report.source, lengths)
+    return SplitOfData(kept, kept_lengths, (file, key, lengths) if stored is None else None)
+
+
+def check_data(
+    chosen: ChosenEngine, encoder: Encoder, rewards: Rewards, train: SplitOfData, held_out: SplitOfData
+) -> None:
+    """Check that rewards and environment have the columns that they need, and call the rewards once."""
+    config, problems = encoder.config, train.problems
+    check_held_out(config, problems, held_out.problems)
+    rewards.check_sources(chain(problems, held_out.problems))
+    check_columns(config, problems, held_out.problems)
+    check_images(config, encoder.images, chosen.algorithm, chosen.path)
+    if config.environment is None:
+        with TemporaryDirectory() as folder:  # the run's own is not written yet
+            first = problems[0] if encoder.images is None else encoder.images.in_folder(problems[0], folder)
+            rewards.try_functions(first)
+
+
+def with_checked_sizes(algorithm: Algorithm, encoder: Encoder, train: SplitOfData) -> RunConfig:
+    """Return the config with its number of steps, which may depend on the number of problems, and check sizes."""
+    config = build.with_steps(encoder.config, len(train.problems))
+    check_row_limit(train.lengths, config.train.max_row_tokens)
+    check_group_size(algorithm, config.rollout.completions_per_prompt)
+    check_temperature(config)
+    return config
 
 
 class RLRun(PreparedRun):
@@ -182,78 +322,22 @@ class RLRun(PreparedRun):
 
     def __init__(self, config: RunConfig, local_rewards: Mapping[str, RewardFunction] | None = None) -> None:
         self._local_rewards = local_rewards or {}
-        self.engine: RolloutEngine | None = None
-        """From `open` on, unless another process samples and there is no evaluation."""
-        self.path = path = build.model_path(config)
-
-        # The engine comes first: whether its log-probs are exact decides if the algorithm is corrected for them.
-        config, self.engine_reason = with_engine(config, path)
-        objective = config.algorithm
-        assert not isinstance(objective, RewardModelObjective), "the kind of run is chosen by the algorithm"
-        engine = check_engine(config, path)
-        if instead := build.engine_class(config.rollout, path, config.model)[1]:
-            self.engine_reason += f"; the hf engine draws in its place: {instead}"
-        check_correction(config, engine)
-        on_policy = config.rollout.source == "engine" and not (
-            config.asynchronous and config.asynchronous.max_staleness
+        self.chosen = chosen = choose_engine(config)
+        self.algorithm = chosen.algorithm
+        self.rewards = open_rewards(chosen, local_rewards)
+        encoder = open_encoder(chosen)
+        self.tokenizer, self.images, self.processor = encoder.tokenizer, encoder.images, encoder.processor
+        self.held_out = load_split(encoder, "eval")  # usually the smaller one, so its errors come sooner
+        self.train = load_split(encoder, "train")
+        settings, problems, data = encoder.config.curriculum, self.train.problems, encoder.config.data
+        self.curriculum = build_curriculum(
+            settings, problems, encoder.config.seed, data.shuffle, self.algorithm.keeps_group
         )
-        exact = (engine.exact and on_policy) or config.rollout.logprobs_over == "none"
-        objective = build.corrected(objective, exact)
-        config = config.model_copy(update={"algorithm": objective})  # this config is saved, and compared on resuming
-        self.algorithm = build.algorithm_of(config)
-
-        # The user's functions are called once on made-up numbers before any file is read.
-        device, trusted = build.device_name(config.model.device), config.model.trust_remote_code
-        check_own_functions(self.algorithm, config, device)
-        if config.cluster is not None and "reward" in config.cluster.resources:
-            device = build.actor_model(config.model).device
-        self.rewards = build_rewards(config.reward, local_rewards, device=device, trust_remote_code=trusted)
-
-        # Tokenizer and environment, before problems: prompts are rendered with their template and tools.
-        self.tokenizer = build.policy_tokenizer(config)
-        check_end(config, path, self.tokenizer)
-        check_companions(config, self.algorithm, path, self.tokenizer)
-        config = with_tools(config, self.tokenizer)
-        check_environment(config, self.tokenizer)
-        check_outcome(config)
-        reader = build.image_reader(config, path)
-        self.images = build.image_store(config, reader)
-        self.processor = build.processor(config, self.tokenizer, build.prompt_limit(config, path), reader)
-
-        # Problems, and whether rewards and environment have the columns that they need.
-        self._measured: dict[Path, tuple[str, Sequence[int]]] = {}
-        """File -> its key and the numbers of tokens of all prompts, to be written when the run has a folder."""
-        self.held_out, self._held_out_lengths = self._load(config, "eval")
-        problems, self._lengths = self._load(config, "train")
-        self.stream = PromptStream(problems, seed=config.seed, shuffle=config.data.shuffle)
-        check_held_out(config, problems, self.held_out)
-        self.rewards.check_sources(chain(problems, self.held_out))
-        check_columns(config, problems, self.held_out)
-        check_images(config, self.images, self.algorithm, path)
-        if config.environment is None:
-            with TemporaryDirectory() as folder:  # the run's own is not written yet
-                first = problems[0] if self.images is None else self.images.in_folder(problems[0], folder)
-                self.rewards.try_functions(first)
-
-        # The number of steps may depend on the number of problems, and the checks of sizes on the steps.
-        self.config = build.with_steps(config, len(problems))
-        check_row_limit(self._lengths, config.train.max_row_tokens)
-        check_group_size(self.algorithm, config.rollout.completions_per_prompt)
-        check_temperature(config)
-        if config.rollout.source == "pool":
-            check_pool(config, self.pool_identity)
-
-    def _load(self, config: RunConfig, split: Literal["train", "eval"]) -> tuple[Sequence[Problem], Sequence[int]]:
-        """Return the problems of a split whose prompts are short enough, and the numbers of tokens of these."""
-        report = load_problems(config.data, split, config.seed, images=self.images)
-        file = config.run_dir / f"prompt_lengths.{split}"
-        versions = [version(name) for name in ("transformers", "tokenizers")]
-        key = repr([report.problems.digest, tokenizer_identity(self.tokenizer), self.processor.settings, *versions])
-        lengths = read_lengths(file, key, len(report.problems))
-        if lengths is None:
-            lengths = self.processor.lengths(report.problems)
-            self._measured[file] = key, lengths
-        return self.processor.filter_overlong(report.problems, report.source, lengths)
+        check_curriculum(settings, problems)
+        check_data(chosen, encoder, self.rewards, self.train, self.held_out)
+        self.config = with_checked_sizes(self.algorithm, encoder, self.train)
+        if self.config.rollout.source == "pool":
+            check_pool(self.config, self.pool_identity)
 
     @property
     def function_sources(self) -> Mapping[str, str]:
@@ -266,7 +350,7 @@ class RLRun(PreparedRun):
         uses = [*config.reward.functions, *config.reward.by_data_source.values()]
         paths += [str(use.args["path"]) for use in uses if use.function == "reward_model"]
         judges = {f"model ({path})": model_identity(resolve_folder(path)) for path in paths}
-        return identity(self.stream, self.processor, self.path) | judges
+        return identity(self.curriculum.stream, self.processor, self.chosen.path) | judges
 
     @property
     def pool_identity(self) -> dict[str, str]:
@@ -280,161 +364,139 @@ class RLRun(PreparedRun):
         return self.identity | sampling | judged
 
     def describe_data(self) -> Sequence[str]:
-        lengths = self._held_out_lengths
-        held_out = describe_problems("eval", self.held_out, lengths) if self.held_out else ["eval: none"]
+        held_out = describe_problems("eval", self.held_out) if self.held_out.problems else ["eval: none"]
         pictures = self.images.describe() if self.images is not None else []
-        return [*describe_problems("train", self.stream.problems, self._lengths), *held_out, *pictures]
+        return [*describe_problems("train", self.train), *held_out, *pictures]
 
     def describe_batch(self) -> Sequence[str]:
         """Describe prompts x completions -> rows -> optimizer steps -> micro-batches, passes, engine."""
-        drawn = f"rollout.engine={self.config.rollout.engine} ({self.engine_reason})"
-        return [*batch_lines(self.config, len(self.stream.problems)), drawn]
+        drawn = f"rollout.engine={self.config.rollout.engine} ({self.chosen.reason})"
+        return [*batch_lines(self.config, len(self.train.problems)), drawn]
 
-    def open(self, stack: ExitStack) -> RolloutTraining:
-        config, progress = self.config, self.progress
-        for file, (key, lengths) in self._measured.items():
-            write_lengths(file, key, lengths)
+    def open(self, run: OpenRun, stack: ExitStack) -> RolloutTraining:
+        config, progress = run.config, run.progress
+        for split in (self.held_out, self.train):
+            if split.measured is not None:
+                write_lengths(*split.measured)
+        totals = partial(save_totals, self.rewards, run.directory.path / REWARD_TOTALS)
         stack.callback(self.rewards.close)
-        stack.callback(self.save_totals)
-        if self.cluster is not None and "reward" in self.cluster.wanted:
-            move_models(self.rewards, self.cluster)
-        # The engine; a run that reads a pool needs one only for evaluations.
-        pooled, engine, base = config.rollout.source == "pool", None, None
-        if not pooled or self.held_out:
-            engine_config, share = with_share(config, self.algorithm)
-            rollout = engine_config.rollout
-            lines = [f"rollout.engine={rollout.engine} ({self.engine_reason})"]
-            if share is not None:
-                lines.append(f"rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g} ({share})")
-            for line in lines:
-                self._note(line)
-            device = build.device_name(config.model.device).partition(":")[0]
-            shape = model_config_only(self.path, config.model.trust_remote_code)
-            compute = compute_dtype(config.model.dtype, device).itemsize
-            reason = why_two_copies(config, shape, device, compute)
-            base = self.trainer.frozen_base() if reason is None else None
-            rounded = self.trainer.rounded_weights() if rounds_into_engine(config, shape) else None
-            engine = build.build_engine(
-                engine_config, self.path, self.tokenizer, self.cluster, base, rounded, self.image_reader
-            )
-            stack.callback(engine.close)
-            if rounded is not None and rounded.bytes:
-                self._note(f"updates round weights into the engine's: {rounded.bytes / 2**30:.2f} GiB are held once")
-            if base is not None:
-                self._note(f"the engine uses the trainer's base weights: {base.bytes / 2**30:.2f} GiB are held once")
-            elif config.model.lora is not None:
-                size = f"{count_parameters(shape) * compute / 2**30:.2f} GiB in the engine"
-                self._note(f"trainer and engine each hold the base weights, {size}: {reason}")
-        self.engine = engine
-        # The source of the step's groups, and the way of new weights to the engine.
-        source: GroupSource
-        transfer: WeightTransfer
+        stack.callback(totals)
+        if run.cluster is not None and "reward" in run.cluster.wanted:
+            move_models(self.rewards, run.cluster)
+        self.curriculum.load(CurriculumState(progress.position, progress.pending, progress.curriculum))
+        # A run that reads a pool needs an engine only for evaluations.
+        pooled, held_out = config.rollout.source == "pool", self.held_out.problems
+        direct = None if pooled and not held_out else self._open_engine(run, stack)
+        engine = None if direct is None else direct.engine
         if pooled:
-            source, transfer = self._open_pool(stack, base is not None)
+            source, transfer = self._open_pool(run, stack, direct)
         else:
-            engine = not_none(engine)
-            self.stream.position = progress.position
-            transfer = InProcessTransfer(self.trainer, engine, self.record.progress.note, shared=base is not None)
-            # The engine has loaded the weights of the folder that training starts from.
-            if engine.version != progress.step or config.model.quantization:
-                transfer(progress.step)
-            if config.asynchronous is None:
-                source = EngineSource(**self.drawing(engine))
-            else:
-                source = asynchronous = AsyncRolloutSource(
-                    **self.drawing(engine),
-                    transfer=transfer,
-                    settings=config.asynchronous,
-                    groups=config.items_per_step,
-                    steps=config.train.steps,
-                    done=progress.step,
-                    pending=progress.pending,
-                )
-                transfer = asynchronous.update
+            source, transfer = self._open_source(run, not_none(direct))
         stack.callback(source.close)
-        if (kept := self.record.directory.path / REWARD_TOTALS).exists():
+        if (kept := run.directory.path / REWARD_TOTALS).exists():
             self.rewards.restore(json.loads(kept.read_text(encoding="utf-8")))
-        self.source = source
         return RolloutTraining(
             source=source,
             transfer=transfer,
-            trainer=self.trainer,
+            trainer=run.trainer,
             algorithm=self.algorithm,
             processor=self.processor,
-            record=self.record,
+            record=run.record,
             config=config,
             progress=progress,
             sleeper=engine if takes_turns(config, build.device_name(config.model.device)) else None,
-            totals=self.save_totals,
+            held_out=HeldOut(engine, held_out, self.rewards) if engine is not None and held_out else None,
+            totals=totals,
             says_right=self.rewards.says_right,
         )
 
-    def _note(self, line: str) -> None:
-        log.info(line)
-        self.record.directory.log_file.note(line)
+    def _open_engine(self, run: OpenRun, stack: ExitStack) -> InProcessTransfer:
+        """Start the engine, and return the transfer of weights to it."""
+        config, path = run.config, self.chosen.path
+        engine_config, share = with_share(config, self.algorithm)
+        rollout = engine_config.rollout
+        run.note(f"rollout.engine={rollout.engine} ({self.chosen.reason})")
+        if share is not None:
+            run.note(f"rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g} ({share})")
+        device = build.device_name(config.model.device).partition(":")[0]
+        shape = model_config_only(path, config.model.trust_remote_code)
+        compute = compute_dtype(config.model.dtype, device).itemsize
+        reason = why_two_copies(config, shape, device, compute)
+        base = run.trainer.frozen_base() if reason is None else None
+        rounded = run.trainer.rounded_weights() if rounds_into_engine(config, shape) else None
+        engine = build.build_engine(engine_config, path, self.tokenizer, run.cluster, base, rounded, self.image_reader)
+        stack.callback(engine.close)
+        if rounded is not None and rounded.bytes:
+            run.note(f"updates round weights into the engine's: {rounded.bytes / 2**30:.2f} GiB are held once")
+        if base is not None:
+            run.note(f"the engine uses the trainer's base weights: {base.bytes / 2**30:.2f} GiB are held once")
+        elif config.model.lora is not None:
+            size = f"{count_parameters(shape) * compute / 2**30:.2f} GiB in the engine"
+            run.note(f"trainer and engine each hold the base weights, {size}: {reason}")
+        return InProcessTransfer(run.trainer, engine, run.record.progress.note, shared=base is not None)
+
+    def _open_source(self, run: OpenRun, direct: InProcessTransfer) -> tuple[GroupSource, WeightTransfer]:
+        """Return a source that samples with the engine, and the transfer of each step."""
+        config, engine, step = run.config, direct.engine, run.progress.step
+        # The engine has loaded the weights of the folder that training starts from.
+        if engine.version != step or config.model.quantization:
+            direct(step)
+        if config.asynchronous is None:
+            return EngineSource(**self.drawing(engine)), direct
+        source = AsyncRolloutSource(
+            **self.drawing(engine),
+            transfer=direct,
+            settings=config.asynchronous,
+            groups=config.items_per_step,
+            steps=config.train.steps,
+            done=step,
+        )
+        return source, source.update
 
     def drawing(self, engine: RolloutEngine) -> dict[str, Any]:
         """Return the arguments that `EngineSource` and `AsyncRolloutSource` share."""
         return {
             "engine": engine,
             "algorithm": self.algorithm,
-            "stream": self.stream,
+            "curriculum": self.curriculum,
             "processor": self.processor,
             "rewards": self.rewards,
             "sampling": build.train_sampling(self.config),
         }
 
-    def _open_pool(self, stack: ExitStack, shared: bool) -> tuple[GroupSource, WeightTransfer]:
+    def _open_pool(
+        self, run: OpenRun, stack: ExitStack, direct: InProcessTransfer | None
+    ) -> tuple[GroupSource, WeightTransfer]:
         """Return a source that reads a pool, and a transfer that publishes weights for the processes that fill it."""
-        config, step = self.config, self.progress.step
+        config, step = run.config, run.progress.step
         pool = RolloutPool(config.pool_file, config.pool)
         stack.callback(pool.close)
         pool.check_identity(self.pool_identity)
         reader = pool.start_run(config.run_name, resumed=step > 0)
-        source = PoolSource(pool, reader, self.algorithm, config.run_dir / "checkpoints", done=step)
+        checkpoints = config.run_dir / "checkpoints"
+        source = PoolSource(pool, reader, self.algorithm, self.curriculum, checkpoints, done=step)
         published = PublishedWeights(config.run_dir)
-        engine_alone = None
-        if self.engine is not None:
-            engine_alone = InProcessTransfer(self.trainer, self.engine, self.record.progress.note, shared)
 
         def transfer(version: int) -> None:
-            published.write(self.trainer, version, reader)
-            if engine_alone is not None:
-                engine_alone(version)
+            published.write(run.trainer, version, reader)
+            if direct is not None:
+                direct(version)
 
         transfer(step)
         return source, transfer
 
-    def totals(self) -> dict[str, float]:
-        return self.rewards.totals()
 
-    def save_totals(self) -> dict[str, float]:
-        """Save the totals of reward services, also after a failed step: the cost has been spent."""
-        if totals := self.totals():
-            write_text(self.record.directory.path / REWARD_TOTALS, json.dumps(totals, indent=1) + "\n")
-        return totals
-
-    def evaluate(self) -> Evaluation | None:
-        if not self.held_out:
-            return None
-        try:
-            with self.source.quiet():
-                result = evaluate(
-                    not_none(self.engine), self.held_out, self.processor, self.rewards,
-                    build.eval_sampling(self.config), says_right=self.rewards.says_right,
-                )  # fmt: skip
-        finally:
-            self.save_totals()
-        overall = result.overall
-        names = ("accuracy", "reward", "format", "reasoning_tokens")
-        known = {name: value for name in names if not math.isnan(value := overall[name].mean)}
-        return Evaluation(result.metrics(), known, result.rows)
+def save_totals(rewards: Rewards, file: Path) -> dict[str, float]:
+    """Save the totals of reward services, also after a failed step: the cost has been spent."""
+    if totals := rewards.totals():
+        write_text(file, json.dumps(totals, indent=1) + "\n")
+    return totals
 
 
-def describe_problems(name: str, problems: Sequence[Problem], prompt_tokens: Sequence[int]) -> list[str]:
+def describe_problems(name: str, split: SplitOfData) -> list[str]:
     """Describe a split: number of problems, their sources, prompt lengths."""
+    problems, lengths = split.problems, sorted(split.lengths)
     sources = Counter(problem.data_source for problem in problems)
-    lengths = sorted(prompt_tokens)
     return [
         f"{name}: {len(problems)} problems ({', '.join(f'{source} x{count}' for source, count in sources.items())})",
         *(f"       {line}" for line in repetitions(problems)),
@@ -464,60 +526,3 @@ def batch_lines(config: RunConfig, problems: int) -> list[str]:
         f"the run: {train.steps} steps x {rollout.prompts_per_step} prompts = {prompts} prompts = "
         f"{prompts / problems:.2f} passes over {problems} problems; {train.steps * updates} optimizer steps",
     ]
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# `atomrl pool fill`: groups for a pool, sampled as a run of the same config would sample them.
-
-
-def fill(run: RLRun, groups: int | None = None, report: Callable[[str], None] = print) -> dict[str, Any]:
-    """Sample groups into the pool of a config, with the newest weights that its run has published.
-
-    Several processes may do so at once: the pool gives each other prompts.
-
-    Args:
-        run: checked; it is not executed.
-        groups: number to sample; None: until Ctrl-C or SIGTERM, after which the current batch is written.
-        report: called with a line after each batch.
-
-    Returns:
-        Number of sampled groups and of new ones among them, version of the newest weights, and seconds of
-        sampling, rewards and writing.
-
-    Raises:
-        PoolError: the pool is of another config, or cannot be written.
-        ValueError: a problem has a value that a pool cannot keep.
-    """
-    config = run.config
-    for problem in run.stream.problems:
-        problem_json(problem)
-    watch, drawn, new = Stopwatch(), 0, 0
-    with ExitStack() as stack:
-        stack.callback(run.rewards.close)
-        pool = RolloutPool(config.pool_file, config.pool)
-        stack.callback(pool.close)
-        pool.check_identity(run.pool_identity)
-        cluster = open_cluster(config, run.algorithm, stack, producer=True)
-        if run.images is not None:
-            run.images.write()
-        engine = build.build_engine(config, run.path, run.tokenizer, cluster, images=run.image_reader)
-        stack.callback(engine.close)
-        source = EngineSource(**run.drawing(engine))
-        follower = WeightFollower(engine, PublishedWeights(config.run_dir))
-        stopped = stack.enter_context(stop_request())
-        while not stopped() and (groups is None or drawn < groups):
-            follower.update()
-            count = config.rollout.prompts_per_step
-            count = count if groups is None else min(count, groups - drawn)
-            run.stream.position = pool.take_positions(count)
-            made = source.draw(count, engine.version + 1, watch)
-            with watch("put"):
-                new += pool.put(made, follower.run)
-            drawn += count
-            report(f"{drawn} groups sampled, {new} new; weights of version {engine.version}")
-        seconds = {name: round(value, 2) for name, value in watch.phases.items()}
-        elapsed = round(time.perf_counter() - watch.started, 2)
-        return {
-            "pool": str(pool.path), "drawn": drawn, "new": new, "version": engine.version, "seconds": seconds,
-            "wall_s": elapsed,
-        }  # fmt: skip

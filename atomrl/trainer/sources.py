@@ -19,7 +19,8 @@ import torch
 from atomrl.common.hangs import waits_for_service
 from atomrl.common.threads import max_threads
 from atomrl.config import AsynchronousConfig
-from atomrl.data.problems import DataProcessor, PromptStream
+from atomrl.data.curriculum import Curriculum, Draw
+from atomrl.data.problems import DataProcessor
 from atomrl.data.rows import by_group
 from atomrl.engines.requests import generate, requests_of, to_trajectory
 from atomrl.protocols import Algorithm, RewardComputer, RolloutEngine, WeightTransfer
@@ -60,8 +61,9 @@ def staleness(groups: Groups, version: int) -> dict[str, float]:
 class OpenGroup(Protocol):
     """A group that is not trained on yet."""
 
-    position: int
-    """Position of its prompt in the stream of prompts."""
+    @property
+    def position(self) -> int:
+        """Position of its prompt in the stream of prompts."""
 
     @property
     def oldest(self) -> int:
@@ -142,17 +144,12 @@ def is_exhausted(wanted: int, judged: int, rounds: int | None = None) -> bool:
     return (judged // wanted if rounds is None else rounds) >= MAX_ROUNDS
 
 
-def warn_if_short(algorithm: Algorithm, step: int, accepted: int, rejected: int, wanted: int) -> None:
-    """Warn if a step continues with fewer groups than wanted."""
-    if accepted < wanted:
-        text = "step %d: %s accepted %d of %d groups, but %d were requested: the step continues with fewer"
-        log.warning(text, step, algorithm.name, accepted, accepted + rejected, wanted)
-
-
 class GroupSource(Protocol):
     """Source of the groups of a step. A group is the scored trajectories of one prompt."""
 
     algorithm: Algorithm
+    curriculum: Curriculum
+    """Chooses the prompts, and the groups to train on. Its state is saved with each checkpoint."""
 
     def collect(self, groups: int, step: int, watch: Stopwatch) -> tuple[Groups, Groups]:
         """Collect the groups of a step.
@@ -163,21 +160,22 @@ class GroupSource(Protocol):
             watch: measures the time of each phase.
 
         Returns:
-            The groups to train on, and the groups that the algorithm rejected.
+            The groups to train on, and the groups that the curriculum rejected.
         """
 
     def accepts(self, group: Sequence[Trajectory]) -> bool:
-        """Return whether the algorithm trains on a group. Trajectories without a sampled token are ignored."""
-        written = [item for item in group if any(part.origin == "model" and part.token_ids for part in item.segments)]
-        rewards = [item.total_reward for item in written if item.total_reward is not None]
-        return self.algorithm.keeps_group is None or self.algorithm.keeps_group(rewards)
+        """Return whether a group is trained on."""
+        return self.curriculum.accepts(group)
+
+    def warn_if_short(self, step: int, accepted: int, rejected: int, wanted: int) -> None:
+        """Warn if a step continues with fewer groups than wanted."""
+        if accepted < wanted:
+            text = "step %d: %s accepted %d of %d groups, but %d were requested%s: the step continues with fewer"
+            why = " and the curriculum has no prompt left" if self.curriculum.is_empty else ""
+            log.warning(text, step, self.algorithm.name, accepted, accepted + rejected, wanted, why)
 
     def quiet(self) -> AbstractContextManager[None]:
         """Context for evaluations: the engine, if there is one, samples nothing for the source."""
-
-    def state(self) -> tuple[int, list[tuple[int, int]]]:
-        """State for a checkpoint: position in the stream of prompts; position and step of each earlier group that has
-        not been trained on yet."""
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the last `collect`."""
@@ -188,18 +186,17 @@ class GroupSource(Protocol):
 
 
 class RefillingSource(GroupSource):
-    """Base class of sources that replace the groups which the algorithm rejects (dynamic sampling: DAPO,
-    arXiv:2503.14476, section 3.2)."""
+    """Base class of sources that replace the groups which the curriculum rejects."""
 
     in_rounds: ClassVar[bool] = True
     """True: `draw` returns as many groups as requested, and each call is a round (`is_exhausted`)."""
 
     @abstractmethod
     def draw(self, count: int, step: int, watch: Stopwatch) -> Iterable[list[Trajectory]]:
-        """Return up to `count` scored groups, at least one."""
+        """Return up to `count` scored groups; none if the curriculum has no prompt left."""
 
     def collect(self, groups: int, step: int, watch: Stopwatch) -> tuple[Groups, Groups]:
-        """Draw groups until the algorithm accepts `groups` of them, or `is_exhausted`, with a warning.
+        """Draw groups until the curriculum accepts `groups` of them, or `is_exhausted`, with a warning.
 
         Returns:
             Accepted and rejected groups.
@@ -210,8 +207,11 @@ class RefillingSource(GroupSource):
                 break
             for group in self.draw(groups - len(accepted), step, watch):
                 (accepted if self.accepts(group) else rejected).append(group)
+                self.curriculum.observe(group)
             rounds += 1
-        warn_if_short(self.algorithm, step, len(accepted), len(rejected), groups)
+            if self.curriculum.is_empty:
+                break
+        self.warn_if_short(step, len(accepted), len(rejected), groups)
         return accepted, rejected
 
 
@@ -221,14 +221,20 @@ class EngineSource(RefillingSource):
 
     engine: RolloutEngine
     algorithm: Algorithm
-    stream: PromptStream
+    curriculum: Curriculum
     processor: DataProcessor
     rewards: RewardComputer
     sampling: SamplingParams
 
     def draw(self, count: int, step: int, watch: Stopwatch) -> Groups:
-        """Sample and score completions of the next prompts; with `extra_rollouts`, also their baseline rewards."""
-        batch = self.processor.to_prompts(self.stream.take(count))
+        """Sample and score completions of the next prompts."""
+        return self.sample(self.curriculum.take(count, step), step, watch)
+
+    def sample(self, draws: Sequence[Draw], step: int, watch: Stopwatch) -> Groups:
+        """Sample and score completions of prompts; with `extra_rollouts`, also their baseline rewards."""
+        if not draws:
+            return []
+        batch = self.processor.to_prompts([(draw.prompt_id, draw.problem) for draw in draws])
 
         def scored(**changes: Any) -> list[Trajectory]:
             with watch("gen"):
@@ -244,10 +250,6 @@ class EngineSource(RefillingSource):
     def quiet(self) -> AbstractContextManager[None]:
         """The engine has no requests between two calls of `collect`."""
         return nullcontext()
-
-    def state(self) -> tuple[int, list[tuple[int, int]]]:
-        """Return the position of the stream; no group is pending."""
-        return self.stream.position, []
 
     def close(self) -> None:
         """There is nothing to stop."""
@@ -275,10 +277,7 @@ EXTRA = "extra:"
 class _Group:
     """A prompt from its submission until its completions are trained on, rejected or dropped."""
 
-    position: int
-    """Position of its prompt in the stream of prompts."""
-    step: int
-    """Step from which its seeds are derived."""
+    draw: Draw
     prompt: Prompt
     version: int
     """Weight version when its current requests were submitted."""
@@ -286,6 +285,10 @@ class _Group:
     """Requests in the engine."""
     outputs: dict[str, GenerationOutput] = field(default_factory=dict)
     scored: list[Trajectory] | None = None
+
+    @property
+    def position(self) -> int:
+        return self.draw.position
 
     @property
     def oldest(self) -> int:
@@ -334,13 +337,13 @@ class AsyncRolloutSource(GroupSource):
     Args:
         engine: used by one thread at a time, for one short poll.
         transfer: sends the trainer's weights to the engine.
-        algorithm, stream, processor, sampling: see `EngineSource`.
+        algorithm, curriculum, processor, sampling: see `EngineSource`. The curriculum learns from a group when it is
+            trained on, or as soon as it is rejected.
         rewards: scores one group per call; calls may overlap.
         settings: the section `asynchronous`.
         groups: groups per step.
         steps: steps of the run; nothing is sampled beyond.
         done: steps done so far.
-        pending: the pending groups of `state` at that step.
     """
 
     def __init__(
@@ -349,7 +352,7 @@ class AsyncRolloutSource(GroupSource):
         engine: RolloutEngine,
         transfer: WeightTransfer,
         algorithm: Algorithm,
-        stream: PromptStream,
+        curriculum: Curriculum,
         processor: DataProcessor,
         rewards: Rewards,
         sampling: SamplingParams,
@@ -357,12 +360,10 @@ class AsyncRolloutSource(GroupSource):
         groups: int,
         steps: int,
         done: int = 0,
-        pending: Sequence[tuple[int, int]] = (),
     ) -> None:
-        self.engine, self.transfer, self.algorithm, self.stream = engine, transfer, algorithm, stream
+        self.engine, self.transfer, self.algorithm, self.curriculum = engine, transfer, algorithm, curriculum
         self.processor, self.rewards, self.sampling, self.settings = processor, rewards, sampling, settings
         self.groups, self.steps, self.step = groups, steps, done
-        self._again = [(position, step) for position, step in pending]
         self._open: dict[int, _Group] = {}
         self._requests: dict[str, _Group] = {}
         self._refused: list[_Group] = []
@@ -393,14 +394,15 @@ class AsyncRolloutSource(GroupSource):
             self._wait(lambda: len(self._ready()) >= groups or self._gives_up(groups))
             self._wanted = 0
             chosen = taken(self._ready(), groups)
-            for group in chosen:
-                del self._open[group.position]
             accepted = [group.scored or [] for group in chosen]
+            for group, scored in zip(chosen, accepted, strict=True):
+                del self._open[group.position]
+                self.curriculum.observe(scored)
             refused = [group.scored or [] for group in sorted(self._refused, key=lambda group: group.position)]
             self._refused = []
             self._measure(accepted, step - 1, time.monotonic() - began)
             self._changed.notify_all()
-        warn_if_short(self.algorithm, step, len(accepted), len(refused), groups)
+        self.warn_if_short(step, len(accepted), len(refused), groups)
         return accepted, refused
 
     def update(self, version: int) -> None:
@@ -423,7 +425,7 @@ class AsyncRolloutSource(GroupSource):
                 for group in too_old(self._open.values(), self.settings, version):
                     self._abort(list(group.waiting))
                     del self._open[group.position]
-                    self._again.append((group.position, 0))
+                    self.curriculum.again(group.draw)
                     self._dropped += 1
                 if begun:
                     self.engine.submit([group.waiting[name] for name, group in begun.items()])
@@ -433,15 +435,6 @@ class AsyncRolloutSource(GroupSource):
         """Context in which the engine has no requests and the caller may use it."""
         with self._still(drain=True):
             yield
-
-    def state(self) -> tuple[int, list[tuple[int, int]]]:
-        """Return the position of the stream, and position and step of each pending group before it.
-
-        Step 0 marks a group that will be sampled again.
-        """
-        with self._changed:
-            opened = [(group.position, group.step) for group in self._open.values()]
-            return self.stream.position, sorted([*self._again, *opened])
 
     def metrics(self) -> dict[str, float]:
         """Return `async/...` and `perf/...` of the last `collect`, over the time since the one before."""
@@ -466,6 +459,8 @@ class AsyncRolloutSource(GroupSource):
         return self.settings.max_staleness == 0 and self.settings.oversampling == 1
 
     def _gives_up(self, groups: int) -> bool:
+        if self.curriculum.is_empty and len(self._ready()) == len(self._open):
+            return True
         if self._in_rounds:
             return is_exhausted(groups, 0, self._rounds) and len(self._ready()) == len(self._open)
         return is_exhausted(groups, len(self._refused))
@@ -582,7 +577,7 @@ class AsyncRolloutSource(GroupSource):
         return True
 
     def _submit(self, limit: int) -> None:
-        """Submit groups up to the limit: first those that are sampled again, then the next prompts of the stream."""
+        """Submit groups up to the limit."""
         if self._in_rounds and len(self._open) < limit:
             if is_exhausted(self.groups, 0, self._rounds) or len(self._ready()) < len(self._open):
                 return
@@ -590,18 +585,18 @@ class AsyncRolloutSource(GroupSource):
         current = self.step if self._wanted else self.step + 1
         requests: list[GenerationRequest] = []
         while len(self._open) < limit:
-            position, step = self._again.pop(0) if self._again else (self.stream.position, 0)
-            self.stream.position = max(self.stream.position, position + 1)
-            step = step or current + len(self._open) // self.groups
-            (prompt,) = self.processor.to_prompts([self.stream.at(position)])
-            sampling = replace(self.sampling, step=step)
+            draw = self.curriculum.next(current + len(self._open) // self.groups)
+            if draw is None:
+                break
+            (prompt,) = self.processor.to_prompts([(draw.prompt_id, draw.problem)])
+            sampling = replace(self.sampling, step=draw.step)
             waiting = {request.request_id: request for request in requests_of(prompt, sampling)}
             if self.algorithm.extra_rollouts is not None:
                 for extra in requests_of(prompt, replace(sampling, **self.algorithm.extra_rollouts)):
                     name = EXTRA + extra.request_id
                     waiting[name] = replace(extra, request_id=name)
-            group = _Group(position, step, prompt, self.engine.version, waiting)
-            self._open[position] = group
+            group = _Group(draw, prompt, self.engine.version, waiting)
+            self._open[draw.position] = group
             self._requests |= dict.fromkeys(waiting, group)
             requests += waiting.values()
         if requests:
@@ -642,14 +637,14 @@ class AsyncRolloutSource(GroupSource):
             scored = self.rewards(drawn, judge=False)
             if extra:
                 scored = with_baselines(scored, self.rewards(extra, judge=False))
-            accepted = self.accepts(scored)
             with self._changed:
                 self._moved += 1
                 if self._open.get(group.position) is group:  # it was not dropped in between
                     group.scored = scored
-                    if not accepted:
+                    if not self.accepts(scored):
                         del self._open[group.position]
                         self._refused.append(group)
+                        self.curriculum.observe(scored)
                 self._judge(scored)
                 self._changed.notify_all()
         except Exception as error:

@@ -20,8 +20,9 @@ from atomrl.models.loading import load_tokenizer, resolve_folder
 from atomrl.rewards.table import REWARDS
 from atomrl.tracking.reading.lines import read_metrics
 from atomrl.tracking.run_directory import is_begun
-from atomrl.trainer import prepare_run
+from atomrl.trainer import Options, prepare_run
 from atomrl.trainer.build import device_name
+from atomrl.trainer.loop import Callback
 from atomrl.trl.arguments import NAMES, GRPOArgs, hint, in_trl_names
 from atomrl.trl.callbacks import Events, split_callbacks
 from atomrl.trl.configs import CONFIGS, TRLConfig, from_training_arguments
@@ -317,7 +318,8 @@ class Trainer:
             if self._events:
                 self._events.call("on_train_begin", self)
                 self._events.call("on_step_begin", self, 1)
-            summary = run.execute(resume, callbacks=[*self._callbacks, *self._step_events()], wording=hint)
+            callbacks: list[Callback] = [*self._callbacks, *self._step_events()]
+            summary = run.execute(Options(resume=resume, callbacks=callbacks, wording=hint))
         except (ConfigError, DataError) as error:
             raise type(error)(renamed(str(error), NAMES)) from error
         if summary["model"] is not None:

@@ -10,7 +10,7 @@ from atomrl.algorithms import PREFERENCES
 from atomrl.backends.local import LocalBackend
 from atomrl.cli.main import main
 from atomrl.config import load_config, merge_trees
-from atomrl.trainer import prepare_run
+from atomrl.trainer import Options, prepare_run
 
 PAIRS = [{"prompt": f"{k}+1=", "chosen": f"{k + 1}", "rejected": f"{k + 3} or so"} for k in range(12)]
 LABELS = [
@@ -35,7 +35,7 @@ def folder(working_directory, monkeypatch):
 
 
 def preferences(config, resume=False):
-    return prepare_run(config).execute(resume)
+    return prepare_run(config).execute(Options(resume=resume))
 
 
 def fails(capsys, *arguments):

@@ -176,11 +176,11 @@ def test_a_run_whose_folder_is_taken_away_stops(trained, tmp_path, capsys, how):
                 (run / ".lock").write_text("process 1 on elsewhere\n")
 
     from atomrl.config import load_config
-    from atomrl.trainer import prepare_run
+    from atomrl.trainer import Options, prepare_run
 
     config = load_config(trained / "c.yaml", [f"output_dir={tmp_path}", *SHORT, "train.steps=4"])
     with pytest.raises(FileNotFoundError, match="renamed, deleted or replaced"):
-        prepare_run(config).execute(callbacks=[take_away])
+        prepare_run(config).execute(Options(callbacks=[take_away]))
     left = {path.name for path in run.iterdir()} if run.exists() else set()
     assert left == ({".lock"} if how == "replaced" else set())
     if how != "deleted":

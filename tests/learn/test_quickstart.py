@@ -16,7 +16,7 @@ from atomrl.data.tasks import CHAIN_WORDS
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import read_safetensors, save_model
 from atomrl.models.tokenizer import make_tokenizer
-from atomrl.trainer import prepare_run
+from atomrl.trainer import Options, prepare_run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 IMITATION_STEPS, GRPO_STEPS = 170, 12
@@ -77,7 +77,7 @@ def train(folder: Path, *overrides: str, resume: bool = False) -> dict[str, Any]
     }
     small = ["rollout.prompts_per_step=32", "eval.every_steps=0", "eval.samples_per_prompt=4"]
     config = configure(tree, f"output_dir={folder}", *small, "train.learning_rate=2.0e-3", *overrides)
-    return prepare_run(config).execute(resume)
+    return prepare_run(config).execute(Options(resume=resume))
 
 
 def test_grpo_learns_to_reason(folder: Path) -> None:

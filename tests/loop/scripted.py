@@ -14,7 +14,8 @@ from atomrl.algorithms import objective_of
 from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.common.metrics import Count, Metrics
 from atomrl.config import DataConfig, RunConfig, load_config
-from atomrl.data.problems import DataProcessor, PromptStream
+from atomrl.data.curriculum import GROUP_FILTER, Curriculum, CurriculumState, PromptStream, RewardFilter
+from atomrl.data.problems import DataProcessor
 from atomrl.engines.fake import FakeEngine
 from atomrl.trainer.loop import Progress, Save, fit
 from atomrl.trainer.rl import RolloutTraining
@@ -38,6 +39,12 @@ def planned(
         "reward": {"functions": [{"function": "exact_match"}]},
     }
     return load_config(tree)
+
+
+def curriculum_of(stream: PromptStream, algorithm: Any) -> Curriculum:
+    """The curriculum of a run without a section `curriculum`."""
+    keeps = algorithm.keeps_group
+    return Curriculum(stream, {GROUP_FILTER: RewardFilter(keeps)} if keeps else {})
 
 
 class Record:
@@ -128,7 +135,7 @@ def make_parts(
         source=EngineSource(
             engine=engine,
             algorithm=algorithm,
-            stream=PromptStream(problems, seed=0, shuffle=False),
+            curriculum=curriculum_of(PromptStream(problems, seed=0, shuffle=False), algorithm),
             processor=processor,
             rewards=score,
             sampling=SamplingParams(**{"completions_per_prompt": 4, "max_completion_tokens": 12} | sampling),
@@ -146,7 +153,7 @@ def make_parts(
 def train(parts: RolloutTraining, config: RunConfig, progress: Progress, save: Save) -> bool:
     """The remaining steps of a run."""
     parts = replace(parts, config=config, progress=progress)
-    parts.source.stream.position = progress.position
+    parts.source.curriculum.load(CurriculumState(progress.position, progress.pending, progress.curriculum))
     if parts.source.engine.version != progress.step:
         parts.transfer(progress.step)
     return fit(parts, config, progress, save)

@@ -65,10 +65,11 @@ def test_accuracy_is_not_that_of_the_accepted_groups(tmp_path):
 def test_a_refill_draws_what_is_missing(tmp_path):
     asked = []
     parts = make_parts(tmp_path, lambda problem, index: "x", by_quarters(9), DAPO)
-    take = parts.source.stream.take
-    parts.source.stream.take = lambda count: asked.append(count) or take(count)
+    take = parts.source.curriculum.take
+    parts.source.curriculum.take = lambda count, step: asked.append(count) or take(count, step)
     accepted, refused = parts.source.collect(10, 1, Stopwatch())
-    assert asked == [10, 1] and len(accepted) == 10 and len(refused) == 1 and parts.source.stream.position == 11
+    assert asked == [10, 1] and len(accepted) == 10 and len(refused) == 1
+    assert parts.source.curriculum.state().position == 11
     assert [group[0].prompt_id for group in (accepted[-1], *refused)] == ["0:10", "0:9"]
 
 
@@ -284,7 +285,7 @@ def test_a_step_without_a_reward_is_done_with_other_prompts_and_is_none_where_th
     given = [None] * 12 + [1.0, 0.0] * 12
     parts = make_parts(tmp_path, lambda problem, index: "x", lambda item: given.pop(0))
     run_step(parts, planned(), progress := Progress())
-    assert parts.source.stream.position == 2 * 3 and progress.idle_steps == 0
+    assert parts.source.curriculum.state().position == 2 * 3 and progress.idle_steps == 0
     assert len(parts.trainer.batches) == 1 and parts.trainer.batches[0].rows == 12
     parts = make_parts(tmp_path / "never", lambda problem, index: "x", lambda item: None)
     with pytest.raises(RewardError, match="in 3 attempts") as caught:

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from atomrl.algorithms import objective_of
 from atomrl.config import AsynchronousConfig
+from atomrl.data.curriculum import CurriculumState
 from atomrl.engines.fake import FakeEngine
 from atomrl.engines.requests import generate
 from atomrl.trainer import sources as groups
@@ -91,16 +92,17 @@ class ScriptedRewards:
 def scheduled(parts, config, engine=None, rewards=None, progress=None, **keys):
     """The parts with a scheduler as their source."""
     source, progress = parts.source, progress or Progress()
-    source.stream.position = progress.position
+    source.curriculum.load(CurriculumState(progress.position, progress.pending, progress.curriculum))
     engine = engine or source.engine
     shared = {
-        "engine": engine, "algorithm": source.algorithm, "stream": source.stream, "processor": source.processor,
-        "rewards": rewards or ScriptedRewards(source.rewards), "sampling": source.sampling,
+        "engine": engine, "algorithm": source.algorithm, "curriculum": source.curriculum,
+        "processor": source.processor, "sampling": source.sampling,
+        "rewards": rewards or ScriptedRewards(source.rewards),
     }  # fmt: skip
     parts.transfer.engine = engine
     scheduler = AsyncRolloutSource(
         **shared, transfer=parts.transfer, settings=AsynchronousConfig(**keys), groups=config.items_per_step,
-        steps=config.train.steps, done=progress.step, pending=progress.pending,
+        steps=config.train.steps, done=progress.step,
     )  # fmt: skip
     return replace(parts, source=scheduler, transfer=scheduler.update)
 
@@ -119,8 +121,8 @@ def drawing_threads():
 
 def handed_out(scheduler, groups):
     """Position in the stream, counted by how often a group of it was trained on or is pending."""
-    position, pending = scheduler.state()
-    names = {scheduler.stream.at(place)[0]: place for place in range(position)}
+    position, pending, _ = scheduler.curriculum.state()
+    names = {scheduler.curriculum.stream.at(place)[0]: place for place in range(position)}
     return position, Counter([names[group[0].prompt_id] for group in groups] + [place for place, _ in pending])
 
 
@@ -432,7 +434,7 @@ def test_a_resumed_run_trains_on_every_prompt_once(tmp_path, kill_at):
             seen += [group[0].prompt_id for group in parts.source.collect(3, step, Stopwatch())[0]]
             parts.transfer(step)
         progress = Progress(step=end)
-        progress.position, progress.pending = parts.source.state()
+        progress.position, progress.pending, progress.curriculum = parts.source.curriculum.state()
         parts.source.close()
     assert sorted(seen, key=lambda name: int(name[2:])) == [f"0:{n}" for n in range(18)] and not progress.pending
 
@@ -475,7 +477,7 @@ def test_errors_reach_the_trainer_with_their_own_traceback(tmp_path):
     broken = scheduled(parts, planned(), rewards=ScriptedRewards(fails_in_the_reward))
     with pytest.raises(KeyError, match="reward"):
         train_with(broken)
-    assert broken.source.state()[1]
+    assert broken.source.curriculum.state().pending
     broken.source.close()
 
 
@@ -503,7 +505,7 @@ def test_a_hang_is_named(tmp_path):
 def test_the_engine_is_the_evaluations_while_it_is_quiet(tmp_path):
     parts = make_parts(tmp_path, lambda problem, index: "x" * (index + 1), by_index)
     engine = TimedEngine(parts.source.engine.complete, parts.processor.tokenizer, tick_s=0.002)
-    prompts = parts.processor.to_prompts([(f"eval:{n}", parts.source.stream.at(n)[1]) for n in range(5)])
+    prompts = parts.processor.to_prompts([(f"eval:{n}", parts.source.curriculum.stream.at(n)[1]) for n in range(5)])
     sampling = parts.source.sampling
     parts = scheduled(parts, planned(), engine, max_staleness=3)
     seen = []

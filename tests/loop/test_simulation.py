@@ -96,7 +96,7 @@ class Replayed:
         """Thread that scores a group, by its position and oldest version."""
         self.asked, self.results = queue.Queue(), queue.Queue()
         self.scheduler = AsyncRolloutSource(
-            engine=self, transfer=self.transfer, algorithm=source.algorithm, stream=source.stream,
+            engine=self, transfer=self.transfer, algorithm=source.algorithm, curriculum=source.curriculum,
             processor=source.processor, rewards=self, sampling=source.sampling, settings=settings,
             groups=GROUPS, steps=STEPS,
         )  # fmt: skip
@@ -164,7 +164,7 @@ class Replayed:
         return sorted((waiting | {*self.submitted[submitted:]} & {*self.submitted[:submitted]}) - waited)
 
     def to_be_drawn_again(self):
-        return {position for position, step in self.scheduler.state()[1] if not step}
+        return {position for position, step in self.scheduler.curriculum.state().pending if not step}
 
 
 def until(there, what):

@@ -11,7 +11,8 @@ import torch
 from atomrl.algorithms import objective_of
 from atomrl.backends.local import LocalBackend
 from atomrl.config import DataConfig, ModelConfig, RewardConfig, TrainConfig
-from atomrl.data.problems import DataProcessor, PromptStream
+from atomrl.data.curriculum import PromptStream
+from atomrl.data.problems import DataProcessor
 from atomrl.engines.native import NativeEngine
 from atomrl.engines.requests import EngineOptions
 from atomrl.models.loading import load_tokenizer
@@ -21,7 +22,7 @@ from atomrl.trainer.rl import RolloutTraining
 from atomrl.trainer.sources import EngineSource
 from atomrl.types import Problem, SamplingParams
 from atomrl.weight_sync import InProcessTransfer
-from tests.loop.scripted import Record, planned, train
+from tests.loop.scripted import Record, curriculum_of, planned, train
 from tests.tiny import make_tiny_model
 from tests.training.batches import weights_of
 
@@ -50,7 +51,7 @@ def make_parts(model, folder, steps=4, algorithm=None, **schedule):
     source = EngineSource(
         engine=engine,
         algorithm=algorithm,
-        stream=PromptStream(problems, seed=0),
+        curriculum=curriculum_of(PromptStream(problems, seed=0), algorithm),
         processor=processor,
         rewards=build_rewards(RewardConfig(functions=[{"function": "tests.light_rewards.letter_reward"}])),
         sampling=SamplingParams(completions_per_prompt=4, max_completion_tokens=12),

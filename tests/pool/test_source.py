@@ -10,11 +10,13 @@ from dataclasses import replace
 import pytest
 
 from atomrl.algorithms import objective_of
+from atomrl.data.curriculum import PromptStream
 from atomrl.pool.codec import LeaseLost, PoolEmpty
 from atomrl.pool.store import RolloutPool
 from atomrl.trainer.pool_source import PoolSource
 from atomrl.trainer.report.stopwatch import Stopwatch
 from atomrl.types import Segment
+from tests.loop.scripted import curriculum_of
 from tests.pool.made import Clock, group, settings
 
 GRPO = objective_of({"name": "grpo"}).resolved()
@@ -29,7 +31,8 @@ def make(tmp_path):
     def make(done=0, algorithm=GRPO, clock=time.time, **changes):
         pool = RolloutPool(tmp_path / "p.sqlite", settings(**{"timeout_s": 0.2} | changes), clock)
         reader = pool.start_run("run", resumed=done is not None and bool(opened))
-        opened.append(PoolSource(pool, reader, algorithm, tmp_path / "checkpoints", done))
+        curriculum = curriculum_of(PromptStream([group(0)[0].problem]), algorithm)
+        opened.append(PoolSource(pool, reader, algorithm, curriculum, tmp_path / "checkpoints", done))
         return opened[-1]
 
     yield make

@@ -16,7 +16,7 @@ from atomrl.engines.hf import HFEngine
 from atomrl.engines.native import NativeEngine
 from atomrl.engines.requests import EngineOptions, generate
 from atomrl.models.loading import load_tokenizer
-from atomrl.trainer import prepare_run
+from atomrl.trainer import Options, prepare_run
 from atomrl.trainer.checks.engine import check_engine
 from atomrl.trainer.rl import RolloutTraining
 from atomrl.types import RaggedIds, SamplingParams, Segment
@@ -145,7 +145,7 @@ def test_a_resumed_run_is_the_whole_one(folder, tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="stopped"):
         prepare_run(short).execute()
     monkeypatch.setattr(RolloutTraining, "sync_weights", real)
-    resumed = prepare_run(short).execute(resume=True)
+    resumed = prepare_run(short).execute(Options(resume=True))
     one, other = (load_file(f"{summary['model']}/model.safetensors") for summary in (whole, resumed))
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from atomrl.config import ConfigError, load_config
 from atomrl.data.files import DataError
 from atomrl.engines.vllm import VLLMEngine
-from atomrl.trainer import prepare_run
+from atomrl.trainer import Options, prepare_run
 from tests.tiny import make_tiny_model
 from tests.tiny_vision import make_tiny_vision_model, picture
 
@@ -56,7 +56,7 @@ def bright(prompts, completions, images=(), **columns):
 
 def run(made, resume=False):
     prepared = prepare_run(made, {"bright": bright} if made.kind == "rl" else None)
-    prepared.execute(resume=resume)
+    prepared.execute(Options(resume=resume))
     return load_file(made.run_dir / "model" / "model.safetensors")
 
 
@@ -79,12 +79,12 @@ def test_a_resumed_run_needs_no_other_file_and_ends_bit_for_bit_the_same(folder)
     for name in ("one.png", "two.png"):
         (folder / name).rename(folder / f"gone_{name}")
     later = config(folder, "cut", train={"steps": 2})
-    prepare_run(later, {"bright": bright}).execute(resume=True, allow_changes=True)
+    prepare_run(later, {"bright": bright}).execute(Options(resume=True, allow_changes=True))
     again = load_file(later.run_dir / "model" / "model.safetensors")
     assert all(again[name].equal(whole[name]) for name in whole)
     picture(5).save(folder / "one.png")
     with pytest.raises(ConfigError, match=r"data \(data.train\)"):
-        prepare_run(config(folder, "whole", train={"steps": 3}), {"bright": bright}).execute(resume=True)
+        prepare_run(config(folder, "whole", train={"steps": 3}), {"bright": bright}).execute(Options(resume=True))
 
 
 def stored_name(folder, name):
