@@ -7,7 +7,7 @@ from torch import Tensor
 
 from atomrl.backends.collective import Collective
 from atomrl.batches import TrainingBatch
-from atomrl.common.threads import to_device
+from atomrl.common.devices import to_device
 from atomrl.protocols import LossOutput, ModelOutputs
 
 

@@ -12,15 +12,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
-from atomrl.common import errors as outages_of
-from atomrl.common.errors import Outage, ServiceGone
+from atomrl.common import outages as outages_of
 from atomrl.common.hangs import progress
+from atomrl.common.outages import Outage, ServiceGone
 from atomrl.common.secrets import without_secrets
 from atomrl.data.files import error_list
 from atomrl.rewards.calling import (
@@ -35,7 +34,7 @@ from atomrl.rewards.calling import (
     instantiate,
     missing_column,
 )
-from atomrl.rewards.errors import NoScore, RewardError, RewardStop
+from atomrl.rewards.errors import RewardError, RewardStop
 from atomrl.rewards.service import RewardService
 from atomrl.rewards.table import (
     CLASSES,
@@ -50,10 +49,10 @@ from atomrl.rewards.table import (
 from atomrl.types import Problem, RewardFailure, Segment, Trajectory
 
 if TYPE_CHECKING:
-    from atomrl.cluster.ray_cluster import Actor, RayCluster
     from atomrl.config import RewardConfig, RewardRoute
 
 log = logging.getLogger(__name__)
+
 BY_SOURCE = "by_data_source"
 """Name of the reward term that `reward.by_data_source` defines."""
 ENVIRONMENT = "environment"
@@ -551,101 +550,3 @@ def _scorer(route: RewardRoute, local: Mapping[str, AnyReward], loading: Mapping
 def _describe(item: Trajectory) -> str:
     """Describe a trajectory for a message: problem, index and the start of its text."""
     return f"problem {item.problem.problem_id!r}, completion {item.index}: {item.turn[:200]!r}"
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Reward models in a Ray actor with its own share of a GPU.
-
-_MAX_DEATHS = 4
-"""Consecutive deaths of the actor after which the run ends."""
-
-
-class ServedRewards:
-    """Reward models inside the actor process."""
-
-    def __init__(self, rewards: Sequence[AnyReward]) -> None:
-        self.rewards = rewards
-
-    def score(self, index: int, trajectories: Sequence[Trajectory]) -> Any:
-        """Call the reward with this index."""
-        return self.rewards[index](trajectories)
-
-
-class RewardActor:
-    """Client of the Ray actor of the role `reward`.
-
-    An actor that dies is restarted and the request is repeated. If it does not answer within `cluster.timeout_s`, the
-    completions of the request get no score (failure `timeout`) and the actor is replaced.
-
-    Args:
-        rewards: reward classes' instances or functions that take trajectories; must be picklable.
-        cluster: the Ray cluster that the actor runs in.
-    """
-
-    def __init__(self, rewards: Sequence[AnyReward], cluster: RayCluster) -> None:
-        self.cluster, self.build = cluster, partial(ServedRewards, list(rewards))
-        self._actor: Actor | None = None
-        self._lock = threading.Lock()
-        try:
-            self.current()
-        except cluster.died as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise RewardStop(f"the actor of the reward model died while it started: {reason}") from error
-
-    def current(self) -> Actor:
-        """Return the actor; start it if there is none."""
-        if self._actor is None:
-            actor = self.cluster.start("reward", 0, self.build)
-            try:
-                self.cluster.know(actor)
-            except BaseException:
-                self.cluster.end(actor)
-                raise
-            self._actor = actor
-        return self._actor
-
-    def score(self, index: int, trajectories: Sequence[Trajectory]) -> list[Any]:
-        """Score trajectories with the reward of this index.
-
-        Calls are serialized, so that the time limit of one does not include the computation of another.
-
-        Raises:
-            RewardStop: the actor died `_MAX_DEATHS` times in a row.
-            Exception: raised by the reward itself.
-        """
-        with self._lock:
-            return self._score(index, trajectories)
-
-    def _score(self, index: int, trajectories: Sequence[Trajectory]) -> list[Any]:
-        from atomrl.cluster.ray_cluster import RayHangs  # imports PyTorch, which rewards alone do not need
-
-        for _ in range(_MAX_DEATHS):
-            actor = None
-            try:
-                actor = self.current()
-                return cast(list[Any], self.cluster.call(actor, "score", index, trajectories))
-            except RayHangs as error:
-                raise RewardStop(str(error)) from error
-            except TimeoutError as error:
-                self._discard(actor, str(error))
-                return [NoScore("timeout", str(error))] * len(trajectories)
-            except self.cluster.died as error:
-                reason = str(error).strip().partition("\n")[0]
-                self._discard(actor, f"{actor or 'reward'} died: {reason}")
-        raise RewardStop(f"the actor of the reward model died {_MAX_DEATHS} times in a row: {reason}")
-
-    def _discard(self, actor: Actor | None, reason: str) -> None:
-        """Kill the actor; the next call starts another one."""
-        log.warning("%s; starting another one", reason)
-        if actor is not None:
-            self.cluster.end(actor)
-            self._actor = None
-
-
-def move_models(rewards: Rewards, cluster: RayCluster) -> None:
-    """Run the reward models in the actor of the role `reward`. Call it before their weights are loaded."""
-    places = [(part.scorers, source) for part in rewards.parts for source in part.scorers]
-    models = [(scorers, source) for scorers, source in places if scorers[source].name in LOADING]
-    actor = RewardActor([scorers[source].function for scorers, source in models], cluster)
-    for index, (scorers, source) in enumerate(models):
-        scorers[source] = replace(scorers[source], function=partial(actor.score, index), lock=nullcontext())

@@ -23,8 +23,8 @@ from atomrl.common.threads import single_thread
 from atomrl.config import RunConfig, load_config
 from atomrl.data.checks import repetitions
 from atomrl.data.problems import DataProcessor, PromptStream, load_problems
+from atomrl.data.prompt_lengths import read_lengths, write_lengths
 from atomrl.data.rows import to_rows
-from atomrl.data.stored import read_lengths, write_lengths
 from atomrl.models.loading import compute_dtype, model_config_only, resolve_folder
 from atomrl.models.memory import count_parameters
 from atomrl.objectives.choice import not_none
@@ -32,7 +32,8 @@ from atomrl.pool.codec import problem_json
 from atomrl.pool.store import RolloutPool
 from atomrl.pool.weights import PublishedWeights, WeightFollower
 from atomrl.protocols import Algorithm, RewardFunction, RolloutEngine, TrainingBackend, WeightTransfer
-from atomrl.rewards.compute import build_rewards, move_models
+from atomrl.rewards.actor import move_models
+from atomrl.rewards.compute import build_rewards
 from atomrl.rewards.errors import RewardError
 from atomrl.tracking.checkpoints import tokenizer_identity
 from atomrl.tracking.recorder import Recorder

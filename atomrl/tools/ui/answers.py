@@ -27,7 +27,7 @@ from atomrl.atoms.advantages import group_std
 from atomrl.common.functions import imports_forbidden
 from atomrl.common.yaml_files import parse_yaml
 from atomrl.config import ConfigError, RunConfig, load_config, merge_trees
-from atomrl.config.run import objective_in, setting_in
+from atomrl.config.objective import objective_in, setting_in
 from atomrl.config.six_sections import is_alternative_layout, translate
 from atomrl.config.texts import mark_texts
 from atomrl.data.rows import to_rows, with_advantages
