@@ -41,7 +41,7 @@ from atomrl.config import ConfigError, FSDPConfig, ModelConfig
 from atomrl.models.attention import check_heads, packs_rows
 from atomrl.models.loading import compute_dtype, model_weights
 from atomrl.models.lora import adapter_weights, has_adapters, is_adapter
-from atomrl.models.memory import BESIDE, FLOAT32, SHARDED, Sizes, adapters_of_rank, ends, layer_count, uncut
+from atomrl.models.memory import FLOAT32, IN_CPU_MEMORY, SHARDED, Sizes, adapters_of_rank, ends, layer_count, uncut
 from atomrl.models.reward_model import HFScalar
 from atomrl.models.shapes import language_model, tower_weights
 from atomrl.protocols import Algorithm, ModelInput, WeightUpdate
@@ -141,7 +141,7 @@ class FSDPBackend(BackgroundCheckpoints):
         estimate["gathered layers"] = layer * (3 * compute + FLOAT32) if full else math.ceil(2 * layer * sizes.kept)
         estimate["backward pass"] //= settings.tensor
         if settings.cpu_offload:
-            estimate[BESIDE] = sum(estimate[name] for name in SHARDED if name in estimate)
+            estimate[IN_CPU_MEMORY] = sum(estimate[name] for name in SHARDED if name in estimate)
             estimate |= {name: 0 for name in SHARDED if name in estimate}
         return estimate
 

@@ -273,7 +273,7 @@ def adapt_to_hardware(imported: Imported, gpus: int, memory: str | None) -> Impo
     from atomrl.cli.plan import trade_lines
     from atomrl.common.memory import readable
     from atomrl.config import ConfigError, load_config, merge_trees
-    from atomrl.planner.fit import fit, merged
+    from atomrl.planner.fit import find_fitting, merged
     from atomrl.planner.gpus import gpu_of
     from atomrl.planner.plan import plan_on
 
@@ -290,7 +290,7 @@ def adapt_to_hardware(imported: Imported, gpus: int, memory: str | None) -> Impo
     gpu = gpu_of(f"{gpus}x{memory}")
     plan = plan_on(config, gpu)
     theirs = plan_on(load_config({**tree, "backend": {"type": "fsdp"}}), replace(gpu, count=imported.gpus))
-    solution = fit(plan)
+    solution = find_fitting(plan)
     if solution is None:
         raise ConfigError(
             f"{hardware} in the script: on {gpu} no setting makes it fit ({readable(plan.memory.peak).strip()} of "

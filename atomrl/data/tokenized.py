@@ -7,6 +7,7 @@ import json
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
@@ -143,6 +144,24 @@ def _digest(block: Sequence[Example]) -> str:
     return digest.hexdigest()
 
 
+@dataclass
+class _LeftOut:
+    """Rows that cannot be trained on, by reason, so that one message names all of a kind."""
+
+    errors: list[str] = field(default_factory=list)
+    """Messages about wrong rows."""
+    over: int = 0
+    """Number of rows that are longer than the limit."""
+    prompts: int = 0
+    """Number of rows whose prompt is too long."""
+    untrainable: dict[str, list[str]] = field(default_factory=dict)
+    """Reason -> ids of the rows."""
+    cut: int = 0
+    """Number of rows that are trained on, but truncated."""
+    longest: tuple[int, str] = (0, "")
+    """Length and id of the longest row."""
+
+
 class TokenizedSamples:
     """Demonstrations or preferences as training rows. Those of a file are tokenized once. A generator draws new
     completions at every epoch, which are tokenized when a step needs them.
@@ -197,62 +216,74 @@ class TokenizedSamples:
         self._max_row_tokens = min((size for size in (limit, max_row_tokens) if size is not None), default=None)
         self._encoded: dict[str, list[Example]] = {}
         self.problems: list[Problem] = []
-        # Tokenize once, in chunks, and sort out what cannot be trained on. Reasons are counted here and reported
-        # together below, so that one message names all problems.
-        over, longest, no_prompt, total = 0, (0, ""), 0, len(report.problems)
-        errors: list[str] = []
-        unusable, cut = dict[str, list[str]](), 0
         cut_at = None if packing in ("bfd_split", "wrapped") else max_row_tokens
-        for start in range(0, total, SAMPLES_AT_ONCE):
+        left_out = self._tokenize(report, limit, max_row_tokens, cut_at)
+        self._report(left_out, len(report.problems), what, limit, max_row_tokens)
+        self.units = self.problems if packing is None else self._pack(packing)
+
+    def _tokenize(
+        self, report: LoadReport, limit: int | None, max_row_tokens: int | None, cut_at: int | None
+    ) -> _LeftOut:
+        """Tokenize the rows once, in chunks, keep those that can be trained on, and return what is left out.
+
+        Raises:
+            DataError: rows are wrong, and `data.on_bad_row` is `error`.
+        """
+        left_out = _LeftOut()
+        for start in range(0, len(report.problems), SAMPLES_AT_ONCE):
             chunk = report.problems[start : start + SAMPLES_AT_ONCE]
             items = [(f"0:{problem.problem_id}", problem) for problem in chunk]
-            for (_, problem), group in zip(items, self._groups(items, errors), strict=True):
+            for (_, problem), group in zip(items, self._groups(items, left_out.errors), strict=True):
                 if group is None:
                     continue
                 size = max((len(example.tokens) for example in group), default=0)
-                longest = max(longest, (size, problem.problem_id))
+                left_out.longest = max(left_out.longest, (size, problem.problem_id))
                 if not group:
-                    no_prompt += 1
+                    left_out.prompts += 1
                 elif limit is not None and min(size, max_row_tokens or size) > limit:
-                    over += 1
+                    left_out.over += 1
                 elif reason := untrainable(group, cut_at):
-                    unusable.setdefault(reason, []).append(problem.problem_id)
+                    left_out.untrainable.setdefault(reason, []).append(problem.problem_id)
                 else:
-                    cut += cut_at is not None and size > cut_at
+                    left_out.cut += cut_at is not None and size > cut_at
                     self.problems.append(problem)
                     # A generator draws new completions in every epoch, so only those of a file are kept.
                     if self._draw is None:
                         self._encoded[problem.problem_id] = group
-            if errors and processor.config.on_bad_row == "error":
+            if left_out.errors and self._processor.config.on_bad_row == "error":
                 raise DataError(
-                    f"{report.source}: {len(errors)} rows have problems (data.on_bad_row=skip drops them):\n"
-                    + error_list(errors)
+                    f"{report.source}: {len(left_out.errors)} rows have problems (data.on_bad_row=skip drops them):\n"
+                    + error_list(left_out.errors)
                 )
-        # Report what was left out; `_warn_left_out` raises if nothing is left.
+        return left_out
+
+    def _report(self, left_out: _LeftOut, total: int, what: str, limit: int | None, max_row_tokens: int | None) -> None:
+        """Warn about rows that were left out or cut; `_warn_left_out` raises if nothing is left."""
         for note, place in {note: at for one in self._writers.values() for note, at in one.notes.items()}.items():
             log.warning("%s: %s", place, note)
-        if errors:
+        if errors := left_out.errors:
             self._warn_left_out(f"{len(errors)} of {total} {what} have problems (the first: {errors[0]})", "")
-        if over:
+        if left_out.over:
+            longest, place = left_out.longest
             self._warn_left_out(
-                f"{over} of {total} {what} are longer than {limit} tokens, the model's context (the longest, with "
-                f"its prompt: {longest[0]}, {longest[1]})",
+                f"{left_out.over} of {total} {what} are longer than {limit} tokens, the model's context (the longest, "
+                f"with its prompt: {longest}, {place})",
                 "; use a model with a longer context (fresh models: sft.gpt.max_tokens), or shorter data",
             )
-        if no_prompt:
+        if left_out.prompts:
             self._warn_left_out(
-                f"{no_prompt} of {total} prompts are longer than data.max_prompt_tokens",
+                f"{left_out.prompts} of {total} prompts are longer than data.max_prompt_tokens",
                 "; raise it, or truncate them (data.overlong_prompt=truncate)",
             )
         within = "" if max_row_tokens is None else f" within train.max_row_tokens={max_row_tokens}"
         advice = "; raise it above the length of prompt plus completion" if within else ""
-        for reason, places in unusable.items():
+        for reason, places in left_out.untrainable.items():
             self._warn_left_out(f"{len(places)} of {total} {what} {reason}{within} (such as {places[0]})", advice)
-        if cut:
+        if left_out.cut:
             log.warning(
-                "train.max_row_tokens=%d: %d of %d %s are longer and are truncated", max_row_tokens, cut, total, what
-            )
-        self.units = self.problems if packing is None else self._pack(packing)
+                "train.max_row_tokens=%d: %d of %d %s are longer and are truncated",
+                max_row_tokens, left_out.cut, total, what,
+            )  # fmt: skip
 
     def _pack(self, strategy: Strategy) -> list[Problem]:
         """Replace the demonstrations by blocks of them; returns the blocks."""

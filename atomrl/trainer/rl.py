@@ -54,7 +54,7 @@ from atomrl.trainer.checks.environment import check_columns, check_environment, 
 from atomrl.trainer.cluster import open_cluster
 from atomrl.trainer.evaluate import evaluate
 from atomrl.trainer.loop import MAX_IDLE_STEPS, Progress, stop_request
-from atomrl.trainer.memory import takes_turns, why_two_copies
+from atomrl.trainer.memory import engine_sleeps, why_two_copies
 from atomrl.trainer.own_functions.sources import function_sources
 from atomrl.trainer.own_functions.trial import check_own_functions
 from atomrl.trainer.pool_source import PoolSource
@@ -360,7 +360,7 @@ class RLRun(PreparedRun):
             record=self.record,
             config=config,
             progress=progress,
-            sleeper=engine if takes_turns(config, build.device_name(config.model.device)) else None,
+            sleeper=engine if engine_sleeps(config, build.device_name(config.model.device)) else None,
             totals=self.save_totals,
             says_right=self.rewards.says_right,
         )
