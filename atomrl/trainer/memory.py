@@ -100,19 +100,15 @@ def memory_estimate(
     assert path is not None, "no estimate for a fresh model"
     shape = shape_of(path, trusted)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if compute is None and (device == "cpu" or torch.cuda.is_available()):
-        compute = compute_dtype(model.dtype, device).itemsize
-    elif compute is None:  # a GPU elsewhere, assumed to have bfloat16
-        compute = 4 if model.dtype == "float32" else 2
+    compute = _compute_bytes(config, device) if compute is None else compute
     total = count_parameters(shape, trusted)
     trained = adapter_parameters(shape, model.lora.rank) if model.lora else trained_parameters(shape, trusted)
     if not model.freeze_vision:
         trained = total
-    row_tokens = config.data.max_prompt_tokens + rollout.max_completion_tokens
-    row_tokens = min(row_tokens, train.max_row_tokens or row_tokens)
-    tokens = max(train.micro_batch_tokens(device), row_tokens)
-    if train.rows_per_micro_batch:
-        tokens = min(tokens, train.rows_per_micro_batch * row_tokens)
+    tokens, row_tokens = _micro_batch(config, device)
+    hidden, _, keys, inner = widths(shape)
+    vocab, layers = text_config(shape).vocab_size, layer_count(shape)
+    cached = _cached_tokens(config)
 
     def activations(shape: Any) -> int:
         sharing = config.backend.activation_ranks if config.backend else 1
@@ -120,18 +116,6 @@ def memory_estimate(
         layers = layer_count(shape)
         return tokens * (layer + layers * checkpoint if model.checkpoints_layers else layers * layer)
 
-    hidden, _, keys, inner = widths(shape)
-    vocab, layers = text_config(shape).vocab_size, layer_count(shape)
-    # Episodes keep their cache between turns: as many again as are decoded. Prompts of waiting rows are not cached.
-    slots = rollout.concurrent_completions * (1 if config.environment is None else 2)
-    cached_rows = min(slots, rollout.prompts_per_step * rollout.completions_per_prompt)
-    cached_prompts = min(cached_rows, rollout.prompts_per_step)
-    cached = cached_rows * rollout.max_completion_tokens + cached_prompts * config.data.max_prompt_tokens
-    chunk = min(CHUNK_ELEMENTS if device == "cpu" else CHUNK_ELEMENTS_ON_GPU, tokens * vocab)
-    # Logits in float32 and their gradient. A compiled kernel stores the gradient in the compute dtype; without one
-    # the entropy needs a third array.
-    eager = device == "cpu" or (config.backend is not None and config.backend.type == "megatron")
-    logit = FLOAT32 * (3 if "entropy" in algorithm.outputs else 2) if eager else FLOAT32 + compute
     stored, temporary = _weight_bytes(model.quantization, compute)
     base = ends(shape) * compute + int((total - ends(shape)) * stored)
     moments = 2 * FLOAT32 if train.optimizer == "adamw" else MOMENTS_IN_8_BITS
@@ -142,7 +126,7 @@ def memory_estimate(
         "optimizer": int(moments * trained),
         "reference": total * compute if "ref_logprobs" in algorithm.needs and not model.lora else 0,
         "activations": activations(shape),
-        "log-prob chunk": chunk * logit,
+        "log-prob chunk": _chunk_bytes(config, algorithm, tokens * vocab, device, compute),
         # The MLP's backward pass is the largest: gradients of gate, up and their product, and temporary weights.
         "backward pass": tokens * compute * (3 * inner + 2 * hidden) + temporary * inner * hidden,
         # New gradients before they are accumulated: of gate and up, and of a tied embedding between its two uses.
@@ -170,6 +154,46 @@ def memory_estimate(
         sizes = Sizes(shape, total, trained, compute, stored)
         parts = ranked_kind(config.backend).memory(config.backend, parts, sizes, ranks)
     return parts | {"total": peak_of(parts)}
+
+
+def _compute_bytes(config: RunConfig, device: str) -> int:
+    """Return the bytes per element in the forward pass; a GPU elsewhere is assumed to have bfloat16."""
+    if device == "cpu" or torch.cuda.is_available():
+        return compute_dtype(config.model.dtype, device).itemsize
+    return 4 if config.model.dtype == "float32" else 2
+
+
+def _micro_batch(config: RunConfig, device: str) -> tuple[int, int]:
+    """Return the tokens of the largest micro-batch, and of the longest row."""
+    train = config.train
+    row_tokens = config.data.max_prompt_tokens + config.rollout.max_completion_tokens
+    row_tokens = min(row_tokens, train.max_row_tokens or row_tokens)
+    tokens = max(train.micro_batch_tokens(device), row_tokens)
+    if train.rows_per_micro_batch:
+        tokens = min(tokens, train.rows_per_micro_batch * row_tokens)
+    return tokens, row_tokens
+
+
+def _cached_tokens(config: RunConfig) -> int:
+    """Return the tokens in the key-value cache.
+
+    Episodes keep their cache between turns: as many again as are decoded. Prompts of waiting rows are not cached.
+    """
+    rollout = config.rollout
+    slots = rollout.concurrent_completions * (1 if config.environment is None else 2)
+    cached_rows = min(slots, rollout.prompts_per_step * rollout.completions_per_prompt)
+    cached_prompts = min(cached_rows, rollout.prompts_per_step)
+    return cached_rows * rollout.max_completion_tokens + cached_prompts * config.data.max_prompt_tokens
+
+
+def _chunk_bytes(config: RunConfig, algorithm: Algorithm, logits: int, device: str, compute: int) -> int:
+    """Return the bytes of a chunk of logits in float32, and of their gradient.
+
+    A compiled kernel stores the gradient in the compute dtype; without one the entropy needs a third array.
+    """
+    eager = device == "cpu" or (config.backend is not None and config.backend.type == "megatron")
+    logit = FLOAT32 * (3 if "entropy" in algorithm.outputs else 2) if eager else FLOAT32 + compute
+    return min(CHUNK_ELEMENTS if device == "cpu" else CHUNK_ELEMENTS_ON_GPU, logits) * logit
 
 
 def why_two_copies(config: RunConfig, shape: Any, device: str, compute: int) -> str | None:
