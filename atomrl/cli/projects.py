@@ -119,6 +119,8 @@ Before a long run: `atomrl plan grpo.yaml --probe` says whether it fits and how 
 | `data/` | problems, one JSON object per line; replace them with yours |
 """
 PROBLEMS, HELD_OUT = 4000, 200
+OF_CONFIGS = ("library", "trainer", "processes", "gpus", "memory")
+OF_CHECKPOINTS = ("tokenizer", "text", "characters")
 
 
 def add_init(parser: argparse.ArgumentParser) -> Run:
@@ -165,10 +167,6 @@ def add_import(parser: argparse.ArgumentParser) -> Run:
     add("--text", type=Path, metavar="FILE", help="text of a character model, for its vocabulary")
     add("--characters", type=Path, metavar="FILE", help="its vocabulary as JSON: a list, or nanoGPT's stoi")
     return import_file
-
-
-OF_CONFIGS = ("library", "trainer", "processes", "gpus", "memory")
-OF_CHECKPOINTS = ("tokenizer", "text", "characters")
 
 
 def import_file(arguments: argparse.Namespace) -> int:

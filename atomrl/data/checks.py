@@ -27,6 +27,7 @@ RUNS = {
     PREFERENCES: "preferences or a reward model (algorithm.name=dpo, reward_model, ...)",
 }
 """Kind of rows -> the runs that use it."""
+_QUANTILES = {0: "shortest", 50: "median", 90: "90%", 99: "99%", 100: "longest"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +82,6 @@ class DataReport:
         if self.errors:
             lines += ["problems:", error_list(self.errors)]
         return "\n".join(lines)
-
-
-_QUANTILES = {0: "shortest", 50: "median", 90: "90%", 99: "99%", 100: "longest"}
 
 
 def _answers(kind: str, problem: Problem) -> dict[str, Any]:

@@ -53,6 +53,11 @@ ENGINE_OVERHEAD = 3 * GIB
 """Bytes of vLLM or SGLang beside weights and cache: a prefill's activations, CUDA graphs, workspaces. Not measured."""
 MIN_CAPABILITY = (8, 0)
 """Lowest CUDA compute capability for which vLLM is chosen: it has bfloat16 and FlashAttention."""
+LEAST_TOKENS = 2048
+"""Below so many tokens in a micro-batch, recomputing layers (`gradient_checkpointing`) costs less than still smaller
+micro-batches: their matrix products are slower, and fewer rows share the prompt of their group."""
+MOST_CONCURRENT = 512
+"""Most completions decoded at once. The fewest are `LEAST_CONCURRENT`."""
 
 
 def with_engine(config: RunConfig, path: str) -> tuple[RunConfig, str]:
@@ -276,14 +281,6 @@ def role_parts(role: str, parts: Mapping[str, int], wanted: Mapping[str, Any]) -
         return {part: parts.get(part, 0) for part in ROLE_PARTS[role]}
     remote = {part for other in ROLE_PARTS if other in wanted for part in ROLE_PARTS[other]}
     return {part: size for part, size in parts.items() if part not in {*ENGINE_PARTS, *remote, IN_CPU_MEMORY, "total"}}
-
-
-LEAST_TOKENS = 2048
-"""Below so many tokens in a micro-batch, recomputing layers (`gradient_checkpointing`) costs less than still smaller
-micro-batches: their matrix products are slower, and fewer rows share the prompt of their group."""
-
-MOST_CONCURRENT = 512
-"""Most completions decoded at once. The fewest are `LEAST_CONCURRENT`."""
 
 
 def autos(config: RunConfig) -> dict[str, str]:
