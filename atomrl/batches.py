@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from atomrl.common.threads import to_device
+from atomrl.common.devices import to_device
 from atomrl.types import Image, RaggedIds
 
 if TYPE_CHECKING:

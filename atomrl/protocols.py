@@ -198,7 +198,7 @@ class LossOutput:
 
     loss: Tensor
     metrics: Metrics
-    by_token: Mapping[str, Tensor] = field(default_factory=dict)
+    token_records: Mapping[str, Tensor] = field(default_factory=dict)
     """Per-token values [B, T] by name, without gradient, for the token records: ratio and clip."""
 
 
@@ -389,7 +389,7 @@ class TrainingBackend(Protocol):
         - `logprobs`, `entropy`: from the forward pass
         - `loss`: the token's term of the loss
         - `gradient`: derivative of the loss by the token's log-prob
-        - the values of `LossOutput.by_token`
+        - the values of `LossOutput.token_records`
 
         They come from the update itself, without another forward pass. Empty if no row is recorded, or if the algorithm
         replaces the optimizer step.

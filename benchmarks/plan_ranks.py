@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from atomrl.algorithms import objective_of
 from atomrl.config import RunConfig, load_config
-from atomrl.trainer.memory import at_once, memory_estimate
+from atomrl.trainer.memory import memory_estimate, peak_of
 
 GB = 1e9
 MODELS: Mapping[str, Mapping[str, Any]] = {
@@ -77,7 +77,7 @@ def parts_of(folder: Path, row: int, gpus: int, backend: dict[str, Any], model: 
         "activations": found["activations"],
         "logits": found["log-prob chunk"],
         "backward pass": found["backward pass"],
-        "peak": at_once({name: size for name, size in found.items() if name in TRAINERS}),
+        "peak": peak_of({name: size for name, size in found.items() if name in TRAINERS}),
         "CPU": found.get("in the CPU's memory", 0),
     }
     return {name: size / GB for name, size in parts.items()}

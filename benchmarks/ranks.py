@@ -52,7 +52,7 @@ from atomrl.batches import TrainingBatch
 from atomrl.config import FSDPConfig, ModelConfig, RunConfig, TrainConfig, load_config
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import save_model
-from atomrl.trainer.memory import at_once, memory_estimate
+from atomrl.trainer.memory import memory_estimate, peak_of
 from atomrl.weight_sync.channels import LOOPBACK, open_store
 
 SIZES = {"3M": {"layers": 3, "hidden": 256, "heads": 4}, "53M": {"layers": 12, "hidden": 576, "heads": 8}}
@@ -131,7 +131,7 @@ def formula(folder: str, variant: Variant, device: str) -> int:
     )
     algorithm = given(folder, device)["algorithm"]
     parts = memory_estimate(config, algorithm, variant.world)
-    return at_once({name: size for name, size in parts.items() if name.startswith(OURS)})
+    return peak_of({name: size for name, size in parts.items() if name.startswith(OURS)})
 
 
 def here(tensor: Any) -> Tensor:

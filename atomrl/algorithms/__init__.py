@@ -10,6 +10,13 @@ from atomrl.objectives import PolicyObjective, PreferenceObjective
 from atomrl.objectives.overrides import check_name
 
 Kind = TypeVar("Kind", PolicyObjective, PreferenceObjective)
+SECTIONS = {
+    "sft": ("sft", "configs/quickstart_sft.yaml"),
+    "pretrain": ("pretrain", "configs/pretrain_gpt2.yaml"),
+    "pretraining": ("pretrain", "configs/pretrain_gpt2.yaml"),
+}
+"""Kinds of run that are no algorithm -> (the section that selects them, an example)."""
+Objective = PolicyObjective | PreferenceObjective | RewardModelObjective
 
 
 def _objectives(kind: type[Kind]) -> dict[str, Kind]:
@@ -21,16 +28,6 @@ def _objectives(kind: type[Kind]) -> dict[str, Kind]:
 ALGORITHMS = _objectives(PolicyObjective)
 PREFERENCES = _objectives(PreferenceObjective)
 """Preference algorithms: on a dataset of preferences, or on rollouts if `online`."""
-
-
-SECTIONS = {
-    "sft": ("sft", "configs/quickstart_sft.yaml"),
-    "pretrain": ("pretrain", "configs/pretrain_gpt2.yaml"),
-    "pretraining": ("pretrain", "configs/pretrain_gpt2.yaml"),
-}
-"""Kinds of run that are no algorithm -> (the section that selects them, an example)."""
-
-Objective = PolicyObjective | PreferenceObjective | RewardModelObjective
 
 
 def objective_of(value: Objective | Mapping[str, Any] | str) -> Objective:

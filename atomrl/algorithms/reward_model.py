@@ -11,8 +11,8 @@ from torch import Tensor
 from atomrl.atoms import Formula
 from atomrl.atoms.preference_losses import bradley_terry_loss, reward_centring_loss
 from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch
+from atomrl.common.devices import to_device
 from atomrl.common.metrics import Mean, Sum
-from atomrl.common.threads import to_device
 from atomrl.objectives.choice import not_none
 from atomrl.objectives.objective import MINIMISE, Formulation, Goal, SupervisedObjective
 from atomrl.objectives.preference_loss import AtLeast0, complete, labels_of, pair_rows

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from atomrl.atoms import atom
 from atomrl.atoms.masks import Mask, PerPosition, PerToken, Vocabulary
-from atomrl.common.threads import to_device
+from atomrl.common.devices import to_device
 
 # --------------------------------------------------------------------------------------------------------------------
 # Logits in float32, also from bfloat16 inputs.

@@ -33,10 +33,11 @@ from atomrl.batches import (
     select_rows,
     zero_weight_row,
 )
+from atomrl.common.devices import to_device
 from atomrl.common.hangs import progress
 from atomrl.common.launchers import launched
 from atomrl.common.metrics import Count, Metrics, merge
-from atomrl.common.threads import to_device, unit
+from atomrl.common.threads import unit
 from atomrl.config import ConfigError, CriticConfig, ModelConfig, TrainConfig
 from atomrl.models.attention import states_before, total
 from atomrl.models.kernels import plain_formulas, round_once

@@ -3,15 +3,14 @@
 import copy
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -20,10 +19,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from atomrl.atoms.logprobs import chunk_size, head_logits
 from atomrl.backends.base import LossInputs
 from atomrl.backends.checkpoints import (
     PART_BYTES,
@@ -38,22 +34,21 @@ from atomrl.backends.checkpoints import (
 )
 from atomrl.backends.group import Ranks
 from atomrl.backends.roles import TRAINED, RoleName, load_role, role_prefix, save_role
+from atomrl.backends.tensor_parallel import check_tensor, shard_layers, sum_parts
 from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.common.metrics import Metrics
-from atomrl.common.threads import to_device
 from atomrl.config import ConfigError, FSDPConfig, ModelConfig
-from atomrl.models.adapted import ADAPTER
 from atomrl.models.attention import check_heads, packs_rows
-from atomrl.models.gpt import Attention, Linear
 from atomrl.models.loading import compute_dtype, model_weights
 from atomrl.models.lora import adapter_weights, has_adapters, is_adapter
-from atomrl.models.memory import BESIDE, FLOAT32, SHARDED, Sizes, adapters_of_rank, ends, layer_count, uncut
+from atomrl.models.memory import FLOAT32, IN_CPU_MEMORY, SHARDED, Sizes, adapters_of_rank, ends, layer_count, uncut
 from atomrl.models.reward_model import HFScalar
 from atomrl.models.shapes import language_model, tower_weights
 from atomrl.protocols import Algorithm, ModelInput, WeightUpdate
 
 # Outputs are views of a layer's output if there is no padding. That is safe, because nothing writes into them.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
+
 BY_TOKENS = {"activations", "critic activations", "log-prob chunk", "backward pass", "distributions"}
 """Parts of the memory estimate that grow with the tokens of a micro-batch."""
 
@@ -146,7 +141,7 @@ class FSDPBackend(BackgroundCheckpoints):
         estimate["gathered layers"] = layer * (3 * compute + FLOAT32) if full else math.ceil(2 * layer * sizes.kept)
         estimate["backward pass"] //= settings.tensor
         if settings.cpu_offload:
-            estimate[BESIDE] = sum(estimate[name] for name in SHARDED if name in estimate)
+            estimate[IN_CPU_MEMORY] = sum(estimate[name] for name in SHARDED if name in estimate)
             estimate |= {name: 0 for name in SHARDED if name in estimate}
         return estimate
 
@@ -311,256 +306,3 @@ def without_weights(model: nn.Module) -> nn.Module:
     """
     memo = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, cast(dict[int, Any], memo))
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Tensor parallelism: each layer's matrices are sharded over ranks that compute the same rows (PyTorch's DTensor).
-#
-# Query, key, value, gate and up projections are sharded column-wise, so a rank has some of the heads and of the MLP's
-# inner dimension. The output projections are sharded row-wise, and their outputs are summed, as are the gradients of
-# the inputs of the others. Norms, embedding and output matrix are replicated. Of an adapter, the matrix on the sharded
-# side is sharded.
-
-STYLES: dict[str, Callable[[], ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-"""Styles of transformers' tensor-parallel plans that are supported."""
-CUT_ADAPTER = {"colwise": "lora_B", "rowwise": "lora_A"}
-"""The adapter matrix that is sharded like the weight beneath; the other one is replicated."""
-PER_HEAD = "replicated_with_grad_allreduce"
-"""Style of a per-head norm: its weight is replicated, and each rank computes the gradient of its own heads only."""
-LAYERS = "layers.*."
-
-
-def check_tensor(config: Any, ranks: int, path: object) -> dict[str, str]:
-    """Return transformers' tensor-parallel plan of a layer, after checking that `ranks` ranks can share it.
-
-    Args:
-        config: transformers config.
-        path: path of the model, for the message.
-
-    Returns:
-        {name of a module in a layer: style}.
-
-    Raises:
-        ConfigError: there is no plan, or it has other styles, misses weights of a sharded block, or names a module that
-            a layer lacks; or attention heads, key-value heads or the MLP's width are not divisible by `ranks`.
-    """
-    full_plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
-    plan = {name.removeprefix(LAYERS): style for name, style in full_plan.items() if name.startswith(LAYERS)}
-    other = {name: style for name, style in plan.items() if style not in (*STYLES, PER_HEAD)}
-    why = f"shards {min(other)} as {other[min(other)]}" if other else "has no plan for it"
-    if plan and not other:
-        why = next((why for layer in _layers_of(config) if (why := _unplanned(layer, plan))), "")
-    if why:
-        raise ConfigError(
-            f"backend.tensor: {path} ({config.model_type}) cannot be sharded: transformers {why}; leave it out"
-        )
-    heads = config.num_attention_heads
-    widths = {
-        "num_attention_heads": heads,
-        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "num_global_key_value_heads": getattr(config, "num_global_key_value_heads", None) or 0,
-        "intermediate_size": config.intermediate_size,
-    }
-    for name, width in widths.items():
-        if not isinstance(width, int) or width % ranks:
-            raise ConfigError(f"backend.tensor={ranks} does not divide {name}={width} of {path}")
-    return plan
-
-
-def _layers_of(config: Any) -> nn.ModuleList:
-    """Create the layers of a model on the meta device."""
-    from transformers import AutoModel
-
-    with torch.device("meta"):
-        model = AutoModel.from_config(config)
-    return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
-
-
-def _unplanned(layer: nn.Module, plan: Mapping[str, str]) -> str:
-    """Return how plan and layer disagree; empty if they agree."""
-    if missing := plan.keys() - dict(layer.named_modules()).keys():
-        return f"names {min(missing)}, which a layer does not have"
-    blocks = {name.partition(".")[0] for name in plan}
-    weights = (name for name, _ in layer.named_parameters() if name.partition(".")[0] in blocks)
-    left = [name for name in weights if name.rpartition(".")[0] not in plan]
-    return f"does not say how to shard {left[0]}" if left else ""
-
-
-def shard_layers(model: Any, mesh: DeviceMesh, path: object) -> list[nn.Module]:
-    """Shard the layers of a model over a one-dimensional mesh, without communication: every rank has all weights.
-
-    Args:
-        model: a policy, critic or reward model.
-        path: path of the model, for the message.
-
-    Returns:
-        Per-head norms, whose gradients have to be summed over ranks (`sum_parts`).
-
-    Raises:
-        ConfigError: as `check_tensor`.
-    """
-    plan = check_tensor(model.config, mesh.size(), path)
-    inner: nn.Module = getattr(model, "inner", model)
-    norms: list[nn.Module] = []
-    for layer in next(module for module in inner.modules() if isinstance(module, nn.ModuleList)):
-        _plain_linears(layer)
-        for module in layer.modules():
-            if isinstance(module, Attention):
-                module.heads //= mesh.size()
-                module.kv_heads //= mesh.size()
-        norms += [layer.get_submodule(name) for name, style in plan.items() if style == PER_HEAD]
-        cut = {name: style for name, style in plan.items() if style in STYLES}
-        for name in [name for name in cut if hasattr(layer.get_submodule(name), "lora_A")]:
-            style = cut.pop(name)
-            cut |= {f"{name}.base_layer": style, f"{name}.{CUT_ADAPTER[style]}.{ADAPTER}": style}
-        parallelize_module(layer, mesh, {name: STYLES[style]() for name, style in cut.items()}, src_data_rank=None)
-    return norms
-
-
-def sum_parts(norms: Iterable[nn.Module], mesh: DeviceMesh, device: torch.device) -> None:
-    """All-reduce the gradients of per-head norms over the ranks of a mesh, once before an optimizer step.
-
-    Args:
-        norms: what `shard_layers` returned.
-        device: device for the communication.
-    """
-    grads = [weight.grad for norm in norms for weight in norm.parameters() if weight.grad is not None]
-    own: list[Tensor] = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-    if own:
-        flat = torch.cat([grad.flatten() for grad in own]).to(device)
-        dist.all_reduce(flat, group=mesh.get_group())
-        for grad, part in zip(own, flat.split([grad.numel() for grad in own]), strict=True):
-            grad.copy_(part.view_as(grad))
-
-
-def _plain_linears(layer: nn.Module) -> None:
-    """Replace our `Linear` by PyTorch's, because ours are computed several at once, without module hooks."""
-    for module in list(layer.modules()):
-        for name, linear in list(module.named_children()):
-            if type(linear) is Linear:
-                plain = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-                plain.weight, plain.bias = linear.weight, linear.bias
-                setattr(module, name, plain)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Vocabulary parallelism: log-probs when each rank has the output matrix's rows of a part of the vocabulary. Used by
-# the Megatron back end.
-
-
-def parallel_row_logprobs(
-    hidden: Tensor,
-    head_weight: Tensor,
-    tokens: Tensor,
-    wanted: Tensor,
-    first: int,
-    temperature: float,
-    group: Any,
-    with_entropy: bool = False,
-    chunk_tokens: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Compute log-probs and entropies from an output matrix sharded over the vocabulary.
-
-    Same results as `atoms.logprobs.row_logprobs`. A rank holds only its part of the logits of one chunk of tokens. The
-    ranks exchange three numbers per token, and in the backward pass the gradient of `hidden`.
-
-    Args:
-        hidden: [n, H] state before each wanted token, row by row; the same on all ranks.
-        head_weight: [V', H] rows of this rank's part of the vocabulary.
-        tokens: [B, T] token ids in the full vocabulary, on the CPU to avoid a sync.
-        wanted: [B, T] bool, False in the first column; on the CPU.
-        first: id of this rank's first token.
-        group: process group of the ranks that share the vocabulary.
-
-    Returns:
-        Log-probs and entropies (None without `with_entropy`), [B, T] float32, the same on all ranks; 0 where not
-        wanted.
-    """
-    chunk = chunk_tokens or chunk_size(head_weight)
-    own, places = (
-        to_device(part, hidden.device) for part in (tokens[wanted] - first, wanted.flatten().nonzero()[:, 0])
-    )
-    arguments = hidden, head_weight, own, temperature, group, chunk, with_entropy
-    logprobs, entropy = _Parallel.apply(*arguments)  # type: ignore[no-untyped-call]  # torch has no types for it
-
-    def spread(values: Tensor) -> Tensor:
-        return values.new_zeros(wanted.numel()).index_copy(0, places, values).view(wanted.shape)
-
-    return spread(logprobs), spread(entropy) if with_entropy else None
-
-
-def _logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
-    logits = head_logits(hidden, head)
-    return logits if temperature == 1.0 else logits / temperature
-
-
-class _Parallel(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, own: Tensor, temperature: float, group: Any, chunk: int, entropy: bool
-    ) -> tuple[Tensor, Tensor]:
-        head, chunks = weight.to(hidden.dtype), []
-        here = (own >= 0) & (own < len(weight))
-        place = own.clamp(0, len(weight) - 1)
-        for part in _parts(len(own), chunk):
-            # Log-softmax over all ranks: the maximum, then the sum of exponentials, the token's own logit (from the
-            # rank that has it), and for the entropy the sum of exp(logit) * logit.
-            scaled = _logits(hidden[part], head, temperature)
-            largest = scaled.amax(1)
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-            shares = (scaled - largest[:, None]).exp_()
-            picked = scaled.gather(1, place[part, None])[:, 0] * here[part]
-            sums = torch.stack([shares.sum(1), picked, shares.mul_(scaled).sum(1) if entropy else picked])
-            dist.all_reduce(sums, group=group)
-            log_norm = largest + sums[0].log()
-            chunks.append(torch.stack([sums[1] - log_norm, log_norm - sums[2] / sums[0], log_norm]))
-        logprobs, entropies, log_norms = torch.cat(chunks, dim=1) if chunks else hidden.new_zeros(3, 0)
-        ctx.save_for_backward(hidden, weight, place, here, log_norms, entropies)
-        ctx.settings = temperature, group, chunk, entropy
-        return logprobs.clone(), entropies.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
-        hidden, weight, place, here, log_norms, entropies = ctx.saved_tensors
-        temperature, group, chunk, with_entropy = ctx.settings
-        head = weight.to(hidden.dtype)
-        trained = ctx.needs_input_grad[1]  # False with adapters
-        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight) if trained else None
-        for part in _parts(len(place), chunk):
-            # Gradient of the logits: d logprob_y = 1[y] - p, d entropy = -p (log p + H), from recomputed log p.
-            logs = _logits(hidden[part], head, temperature).sub_(log_norms[part, None])
-            delta = logs.exp()
-            if with_entropy:
-                delta *= -grad_logprobs[part, None] - grad_entropy[part, None] * (logs + entropies[part, None])
-            else:
-                delta *= -grad_logprobs[part, None]
-            delta.scatter_add_(1, place[part, None], (grad_logprobs[part] * here[part])[:, None])
-            delta = delta.div_(temperature).to(hidden.dtype)
-            torch.mm(delta, head, out=grad_hidden[part])
-            if grad_weight is not None:
-                grad_weight += delta.T @ hidden[part]
-        dist.all_reduce(grad_hidden, group=group)
-        return grad_hidden, grad_weight, None, None, None, None, None
-
-
-def whole_rows(weight: Tensor, group: Any) -> Tensor:
-    """All-gather rows [V', H], equally many per rank, into [V, H]; each rank gets the gradient of its rows."""
-    rows: Tensor = _WholeRows.apply(weight, group)  # type: ignore[no-untyped-call]  # torch has no types for it
-    return rows
-
-
-class _WholeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        parts = [torch.empty_like(weight) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, weight.contiguous(), group=group)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
-
-
-def _parts(total: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, total)) for start in range(0, total, size)]

@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from atomrl.atoms.logprobs import row_logprobs
-from atomrl.backends.fsdp import parallel_row_logprobs, whole_rows
 from atomrl.backends.megatron_layout import (
     BY_COLUMNS,
     LOW_RANK,
@@ -34,9 +33,10 @@ from atomrl.backends.megatron_layout import (
     published_names,
     read_shape,
 )
+from atomrl.backends.vocabulary_parallel import parallel_row_logprobs, whole_rows
 from atomrl.batches import RowBatch
+from atomrl.common.devices import to_device
 from atomrl.common.metrics import Mean, Metrics
-from atomrl.common.threads import to_device
 from atomrl.config import ConfigError, MegatronConfig, ModelConfig
 from atomrl.models.attention import Stream, attend, make_stream, row_stream
 from atomrl.models.gpt import DecoderSpec, rope_frequencies

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from atomrl.backends.collective import Collective
 from atomrl.batches import TrainingBatch
-from atomrl.common.threads import to_device
+from atomrl.common.devices import to_device
 from atomrl.protocols import LossOutput, ModelOutputs
 
 
@@ -43,7 +43,7 @@ class TokenRecorder:
         """
         chosen = (self.recorded[index] >= 0).nonzero()[:, 0]
         places, rows = (to_device(part, self.device) for part in (self.recorded[index][chosen], chosen))
-        for name, values in (_token_values(micro, outputs) | dict(result.by_token)).items():
+        for name, values in (_token_values(micro, outputs) | dict(result.token_records)).items():
             recorded = self._values.setdefault(name, torch.zeros(self.shape, device=self.device))
             if len(chosen):
                 recorded[places, : values.shape[1]] = values.detach()[rows].float()

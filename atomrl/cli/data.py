@@ -103,7 +103,8 @@ def prepare_text(arguments: argparse.Namespace) -> int:
     """Tokenize text files into a folder of token ids."""
     for path in arguments.files:
         check_exists(path, "text file")
-    from atomrl.data.text import distinct_characters, prepare_tokens
+    from atomrl.data.text import distinct_characters
+    from atomrl.data.token_folder import prepare_tokens
     from atomrl.models.tokenizer import text_tokenizer
 
     paths, name = arguments.files, arguments.tokenizer

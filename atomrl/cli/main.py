@@ -24,6 +24,17 @@ Run = Callable[[argparse.Namespace], int]
 SHELLS = ("bash", "zsh", "fish")
 USER_ERROR, INTERRUPTED = 2, 130
 HELP = ("-h", "--help")
+ELSEWHERE = {
+    **dict.fromkeys(("sft", "dpo", "kto", "grpo", "rloo", "reward-model", "pretrain"), "train CONFIG"),
+    "rollout": "pool fill CONFIG",
+    "retriever": "data serve CORPUS",
+    "atoms": "explain --atoms",
+    "replay": "explain RUN --step N key=value",
+    "lab": "reward NAME RUN",
+    "diff": "compare A B --diff",
+    "plot": "compare RUN --plot FILE",
+}
+"""Command names of older versions and of TRL -> the command to use."""
 
 
 class Command(NamedTuple):
@@ -86,18 +97,6 @@ GROUPS = {
 }
 """Commands by purpose, as in `atomrl --help`."""
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
-
-ELSEWHERE = {
-    **dict.fromkeys(("sft", "dpo", "kto", "grpo", "rloo", "reward-model", "pretrain"), "train CONFIG"),
-    "rollout": "pool fill CONFIG",
-    "retriever": "data serve CORPUS",
-    "atoms": "explain --atoms",
-    "replay": "explain RUN --step N key=value",
-    "lab": "reward NAME RUN",
-    "diff": "compare A B --diff",
-    "plot": "compare RUN --plot FILE",
-}
-"""Command names of older versions and of TRL -> the command to use."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -69,7 +69,7 @@ def explain(arguments: argparse.Namespace) -> int:
     check_config(arguments)
     from atomrl.common.functions import imports_forbidden
     from atomrl.config import load_config
-    from atomrl.config.run import objective_in, setting_in
+    from atomrl.config.objective import objective_in, setting_in
     from atomrl.objectives.explain import latex, page
 
     with imports_forbidden() if is_of_run(arguments.config) else nullcontext():

@@ -130,7 +130,7 @@ def numbers(plan: Plan) -> dict[str, Any]:
 def plan_on_gpu(arguments: argparse.Namespace, report: dict[str, Any]) -> int:
     """Plan for a GPU by its name; with --fit, write a config that fits it. Adds the numbers to `report`."""
     from atomrl.config import load_config
-    from atomrl.planner.fit import fit
+    from atomrl.planner.fit import find_fitting
     from atomrl.planner.gpus import gpu_of
     from atomrl.planner.plan import describe, plan_on
 
@@ -151,7 +151,7 @@ def plan_on_gpu(arguments: argparse.Namespace, report: dict[str, Any]) -> int:
     if plan.fits:
         print("\nfits unchanged; nothing was written")
         return 0
-    solution = fit(plan)
+    solution = find_fitting(plan)
     if solution is None:
         print_least(plan, report)
         print_helpful(plan)

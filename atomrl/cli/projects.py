@@ -119,6 +119,8 @@ Before a long run: `atomrl plan grpo.yaml --probe` says whether it fits and how 
 | `data/` | problems, one JSON object per line; replace them with yours |
 """
 PROBLEMS, HELD_OUT = 4000, 200
+OF_CONFIGS = ("library", "trainer", "processes", "gpus", "memory")
+OF_CHECKPOINTS = ("tokenizer", "text", "characters")
 
 
 def add_init(parser: argparse.ArgumentParser) -> Run:
@@ -165,10 +167,6 @@ def add_import(parser: argparse.ArgumentParser) -> Run:
     add("--text", type=Path, metavar="FILE", help="text of a character model, for its vocabulary")
     add("--characters", type=Path, metavar="FILE", help="its vocabulary as JSON: a list, or nanoGPT's stoi")
     return import_file
-
-
-OF_CONFIGS = ("library", "trainer", "processes", "gpus", "memory")
-OF_CHECKPOINTS = ("tokenizer", "text", "characters")
 
 
 def import_file(arguments: argparse.Namespace) -> int:
@@ -273,7 +271,7 @@ def adapt_to_hardware(imported: Imported, gpus: int, memory: str | None) -> Impo
     from atomrl.cli.plan import trade_lines
     from atomrl.common.memory import readable
     from atomrl.config import ConfigError, load_config, merge_trees
-    from atomrl.planner.fit import fit, merged
+    from atomrl.planner.fit import find_fitting, merged
     from atomrl.planner.gpus import gpu_of
     from atomrl.planner.plan import plan_on
 
@@ -290,7 +288,7 @@ def adapt_to_hardware(imported: Imported, gpus: int, memory: str | None) -> Impo
     gpu = gpu_of(f"{gpus}x{memory}")
     plan = plan_on(config, gpu)
     theirs = plan_on(load_config({**tree, "backend": {"type": "fsdp"}}), replace(gpu, count=imported.gpus))
-    solution = fit(plan)
+    solution = find_fitting(plan)
     if solution is None:
         raise ConfigError(
             f"{hardware} in the script: on {gpu} no setting makes it fit ({readable(plan.memory.peak).strip()} of "

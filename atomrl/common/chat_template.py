@@ -51,6 +51,11 @@ RENDER_S = 10.0
 """Most seconds of one rendering; a template is a program, and need not end."""
 _ends: WeakKeyDictionary[Any, dict[str, int | None]] = WeakKeyDictionary()
 """Cache of `end_of_turn`: tokenizer -> template, end of sequence and variables -> token."""
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Template of Qwen's and many other models, without tools and thoughts."""
 
 
 class EndlessTemplateError(ValueError):
@@ -367,13 +372,6 @@ def check_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
         if name not in (variables := template_variables(tokenizer)):
             hint = did_you_mean(name, sorted(variables), "its variables:") if variables else "it has none"
             raise ValueError(f"the chat template does not read {name!r}; {hint}")
-
-
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-"""Template of Qwen's and many other models, without tools and thoughts."""
 
 
 def set_template(tokenizer: Any, named: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 _LEFT_S = 120.0
 """Age in seconds from which an unlocked folder counts as left behind; a new one may not be locked yet."""
+BLOCKS, BLOCK_BYTES = 64, 2**16
 
 
 def check_writable(path: Path) -> None:
@@ -156,9 +157,6 @@ def _locked(folder: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-BLOCKS, BLOCK_BYTES = 64, 2**16
 
 
 def model_identity(folder: Path) -> str:

@@ -27,6 +27,8 @@ OF_FILE = "_file_"
 
 _searched: list[str] = []
 _looking = False
+_CONDITIONAL = (ast.If, ast.IfExp, ast.BoolOp, ast.Try, ast.Match, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+"""Nodes whose children may not be executed."""
 
 
 @contextmanager
@@ -177,10 +179,6 @@ def _load_file(path: str) -> ModuleType:
             del sys.modules[name]
             raise
     return sys.modules[name]
-
-
-_CONDITIONAL = (ast.If, ast.IfExp, ast.BoolOp, ast.Try, ast.Match, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-"""Nodes whose children may not be executed."""
 
 
 def subscripts(function: Callable[..., Any], mapping: str) -> list[str]:

@@ -20,10 +20,9 @@ import torch
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
-
 
 log = logging.getLogger(__name__)
+
 FIXED_BY = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Environment variables that fix the number of threads."""
 UPDATE_S = 0.5
@@ -250,20 +249,3 @@ def single_thread() -> AbstractContextManager[None]:
 def max_threads() -> int:
     """Return the number of threads on an idle machine."""
     return torch.get_num_threads() if adapting is None else adapting.max_threads
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Asynchronous copies to a device
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device asynchronously, in the order of its current stream.
-
-    Example:
-        >>> import torch
-        >>> to_device(torch.ones(2), torch.device("meta")).device.type
-        'meta'
-    """
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()  # a copy from other memory waits for all that runs on the device
-    return tensor.to(device, non_blocking=True)

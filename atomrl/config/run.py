@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -12,12 +11,10 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from atomrl.algorithms import objective_of
 from atomrl.algorithms.reward_model import RewardModelObjective
-from atomrl.algorithms.sft import PRETRAINING, SFT
 from atomrl.common.secrets import mask_secrets, secrets_of
 from atomrl.config import schema
 from atomrl.config.schema import BackendConfig, EnvironmentConfig, ModelConfig, Section, ToolConfig, TrackingConfig
-from atomrl.objectives import PolicyObjective, PreferenceObjective, Setting
-from atomrl.objectives.objective import Objective
+from atomrl.objectives import PolicyObjective, PreferenceObjective
 
 Kind = Literal["rl", "sft", "preference", "reward-model", "pretrain"]
 """Kind of run that a config describes."""
@@ -265,26 +262,3 @@ class RunConfig(Section):
         """The file of the run's rollout pool."""
         folder = self.pool.folder or Path(self.output_dir) / "pools"
         return Path(folder) / f"{self.pool.name or self.run_name}.sqlite"
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The objective, for `atomrl explain` and the web interface
-
-
-def objective_in(config: RunConfig) -> Objective:
-    """Return the objective of a run, by the kind of run."""
-    if config.kind in ("sft", "pretrain"):
-        return SFT if config.kind == "sft" else PRETRAINING
-    return config.algorithm.resolved(max_completion_tokens=config.rollout.max_completion_tokens)
-
-
-def setting_in(config: RunConfig, objective: Objective) -> Setting:
-    """Return the settings of a config that decide which parts of its objective have an effect."""
-    names = {field.name for field in fields(Setting)}
-    weights = [item.weight for item in config.reward.functions if item.weight]
-    return Setting(
-        axes=objective.axes,
-        updates_per_step=config.updates_per_step,
-        reward_parts=len(weights) + bool(config.reward.by_data_source),
-        **config.rollout.model_dump(include=names),
-    )

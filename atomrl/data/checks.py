@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from atomrl.data.files import DataError, RawRow, error_list
+from atomrl.data.given import demonstration_reader, preference_reader
 from atomrl.data.images import ImageStore
-from atomrl.data.offline import demonstration_reader, preference_reader
 from atomrl.data.problems import COMPLETIONS, PromptContent, problem_reader, read_source, to_problems
 from atomrl.data.stored import repeated
 from atomrl.data.tasks import normalise_content
@@ -27,6 +27,7 @@ RUNS = {
     PREFERENCES: "preferences or a reward model (algorithm.name=dpo, reward_model, ...)",
 }
 """Kind of rows -> the runs that use it."""
+_QUANTILES = {0: "shortest", 50: "median", 90: "90%", 99: "99%", 100: "longest"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +82,6 @@ class DataReport:
         if self.errors:
             lines += ["problems:", error_list(self.errors)]
         return "\n".join(lines)
-
-
-_QUANTILES = {0: "shortest", 50: "median", 90: "90%", 99: "99%", 100: "longest"}
 
 
 def _answers(kind: str, problem: Problem) -> dict[str, Any]:

@@ -39,6 +39,8 @@ _PLACEHOLDER = re.compile(
     re.DOTALL,
 )
 """Places of pictures in a prompt; a tag of HTML is closed."""
+TEMPLATE_KWARGS = "chat_template_kwargs"
+"""Column with the variables of the chat template for its row, as in TRL."""
 
 
 def with_system(row: Mapping[str, Any], prompt: str | tuple[Message, ...]) -> str | tuple[Message, ...]:
@@ -68,10 +70,6 @@ def with_system(row: Mapping[str, Any], prompt: str | tuple[Message, ...]) -> st
         )  # fmt: skip
     [name] = texts.values()
     return messages if own else (Message(role="system", content=given[name]), *messages)
-
-
-TEMPLATE_KWARGS = "chat_template_kwargs"
-"""Column with the variables of the chat template for its row, as in TRL."""
 
 
 def template_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:

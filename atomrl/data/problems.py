@@ -31,7 +31,8 @@ from atomrl.data.columns import (
     with_places,
     with_system,
 )
-from atomrl.data.files import DataError, DataNotHere, RawRow, error_list, find_hub_source, hub_rows, read_rows
+from atomrl.data.files import DataError, DataNotHere, RawRow, error_list, read_rows
+from atomrl.data.hub import find_hub_source, hub_rows
 from atomrl.data.stored import StoredProblems
 from atomrl.data.tasks import GENERATORS, Draw, find_completions, generate, is_generator
 from atomrl.types import Image, Message, Problem, Prompt

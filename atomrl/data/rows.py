@@ -79,43 +79,12 @@ def to_rows(
     """
     prompt_ids = dict.fromkeys(item.prompt_id for item in trajectories)
     groups = {prompt_id: number for number, prompt_id in enumerate(prompt_ids)}
-    rows: list[_Row] = []
-    for index, item in enumerate(trajectories):
-        if item.reward is None:
-            continue
-        # Weight version and log-prob of each token; version -1 marks tokens that the model did not write.
-        token_ids, turns = item.token_ids, turn_numbers(item)
-        policy_versions: list[int] = []
-        rollout_logprobs: list[float] = []
-        for segment in item.segments:
-            size, by_model = len(segment.token_ids), segment.origin == "model"
-            policy_versions += [segment.policy_version or 0 if by_model else -1] * size
-            rollout_logprobs += segment.logprobs if by_model and segment.logprobs is not None else [0.0] * size
-        # One row of all tokens, or several, each with a context that is not trained again.
-        contexts: Iterable[tuple[tuple[slice, ...], slice]] = [((), slice(0, len(token_ids)))]
-        if item.episode is not None and any(turn.sees_from for turn in item.episode.turns):
-            contexts = _contexts(item.prompt_tokens + item.episode.opening_tokens, item.episode)
-        earlier = len(rows)
-        for context, own in contexts:
-            before = [token for part in context for token in token_ids[part]]
-            untrained = [-1] * len(before)
-            row = _Row(
-                index,
-                item,
-                tokens=(*before, *token_ids[own])[:max_row_tokens],
-                own=own,
-                context=len(before),
-                cut=max_row_tokens is not None and len(before) + own.stop - own.start > max_row_tokens,
-                versions=[*untrained, *policy_versions[own]][:max_row_tokens],
-                logprobs=[*([0.0] * len(before)), *rollout_logprobs[own]][:max_row_tokens],
-                turns=[*untrained, *turns[own]][:max_row_tokens],
-            )
-            if max(row.versions, default=-1) >= 0:
-                rows.append(row)
-            elif row.cut and len(rows) > earlier:  # nothing of this row is left, so the trajectory is cut before it
-                rows[-1] = replace(rows[-1], cut=True)
-
-    # Padded tensors.
+    rows = [
+        row
+        for index, item in enumerate(trajectories)
+        if item.reward is not None
+        for row in _rows_of(index, item, max_row_tokens)
+    ]
     items, lengths = [row.trajectory for row in rows], [len(row.tokens) for row in rows]
     longest = max(lengths, default=0)
     tokens = torch.zeros(len(rows), longest, dtype=torch.long)
@@ -155,6 +124,42 @@ def to_rows(
             baseline_rewards=_baseline_rewards(items),
         ),
     )
+
+
+def _rows_of(index: int, item: Trajectory, max_row_tokens: int | None) -> list[_Row]:
+    """Return the rows of a trajectory that have a trained token, cut to `max_row_tokens`."""
+    # Weight version and log-prob of each token; version -1 marks tokens that the model did not write.
+    token_ids, turns = item.token_ids, turn_numbers(item)
+    policy_versions: list[int] = []
+    rollout_logprobs: list[float] = []
+    for segment in item.segments:
+        size, by_model = len(segment.token_ids), segment.origin == "model"
+        policy_versions += [segment.policy_version or 0 if by_model else -1] * size
+        rollout_logprobs += segment.logprobs if by_model and segment.logprobs is not None else [0.0] * size
+    # One row of all tokens, or several, each with a context that is not trained again.
+    contexts: Iterable[tuple[tuple[slice, ...], slice]] = [((), slice(0, len(token_ids)))]
+    if item.episode is not None and any(turn.sees_from for turn in item.episode.turns):
+        contexts = _contexts(item.prompt_tokens + item.episode.opening_tokens, item.episode)
+    rows: list[_Row] = []
+    for context, own in contexts:
+        before = [token for part in context for token in token_ids[part]]
+        untrained = [-1] * len(before)
+        row = _Row(
+            index,
+            item,
+            tokens=(*before, *token_ids[own])[:max_row_tokens],
+            own=own,
+            context=len(before),
+            cut=max_row_tokens is not None and len(before) + own.stop - own.start > max_row_tokens,
+            versions=[*untrained, *policy_versions[own]][:max_row_tokens],
+            logprobs=[*([0.0] * len(before)), *rollout_logprobs[own]][:max_row_tokens],
+            turns=[*untrained, *turns[own]][:max_row_tokens],
+        )
+        if max(row.versions, default=-1) >= 0:
+            rows.append(row)
+        elif row.cut and rows:  # nothing of this row is left, so the trajectory is cut before it
+            rows[-1] = replace(rows[-1], cut=True)
+    return rows
 
 
 def _model_segments(trajectory: Trajectory) -> list[Segment]:

@@ -9,7 +9,7 @@ import torch
 from atomrl.engines.requests import RequestEngine, RequestState, StopRule
 from atomrl.protocols import WeightHash, WeightUpdate
 from atomrl.types import FinishReason, SamplingParams
-from atomrl.weight_sync.transfer import tensor_hashes
+from atomrl.weight_sync.hashes import tensor_hashes
 
 
 class FakeEngine(RequestEngine):

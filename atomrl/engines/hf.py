@@ -27,7 +27,7 @@ from atomrl.models.transformers_model import published_names, published_weights
 from atomrl.models.vision import Patches, Vision, media_tokens
 from atomrl.protocols import Adapter, WeightHash, WeightUpdate
 from atomrl.types import FinishReason, SamplingParams
-from atomrl.weight_sync.transfer import tensor_hashes
+from atomrl.weight_sync.hashes import tensor_hashes
 
 
 class HFEngine(RequestEngine):

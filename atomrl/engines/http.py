@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
-from atomrl.common.errors import Outage, is_temporary
 from atomrl.common.files import TemporaryFolder
 from atomrl.common.launchers import without_launcher
+from atomrl.common.outages import Outage, is_temporary
 from atomrl.engines.distributor import Replica, ReplicaFailure
 from atomrl.engines.requests import DIVERGED, RequestState
 from atomrl.types import FinishReason

@@ -29,7 +29,7 @@ from atomrl.models.loading import base_path, model_config_only, read_weights
 from atomrl.models.lora import is_adapter
 from atomrl.protocols import WeightHash, WeightUpdate
 from atomrl.types import FinishReason, GenerationOutput, GenerationRequest, SamplingParams
-from atomrl.weight_sync.transfer import device_hash, fetch_hashes
+from atomrl.weight_sync.hashes import device_hash, fetch_hashes
 
 log = logging.getLogger(__name__)
 _GPU_CHECK_EVERY = 8

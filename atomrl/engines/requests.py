@@ -318,7 +318,7 @@ class RequestEngine(RolloutEngine):
     """True for engines behind an HTTP server (`EngineOptions.server`)."""
     probe: ClassVar[str] = ""
     """Python statements that import the package and set `archs` to the architectures it supports."""
-    weight_ways: ClassVar[tuple[str, ...]] = ("files",)
+    weight_transfers: ClassVar[tuple[str, ...]] = ("files",)
     """Supported values of `EngineOptions.server_weights`."""
     supports_images: ClassVar[bool] = False
     """True if requests may have pictures (`GenerationRequest.images`); if not, data with pictures are refused."""

@@ -21,8 +21,9 @@ from typing import Any, ClassVar, Self
 import torch
 from transformers import PretrainedConfig
 
-from atomrl.common.errors import ServiceGone, reraise_as
+from atomrl.common.errors import reraise_as
 from atomrl.common.files import TemporaryFolder, new_folder
+from atomrl.common.outages import ServiceGone
 from atomrl.engines.distributor import ABORT_S, Distributor, ReplicaFailure
 from atomrl.engines.http import Client, Server, ServerFailure, ServerOutput, ServerProcess, check_output, store_output
 from atomrl.engines.requests import EngineOptions, RequestEngine, RequestState, StopRule, eos_token_ids

@@ -81,7 +81,7 @@ class SGLangEngine(ServerEngine):
     own_arguments = _OWN_ARGUMENTS
     decode_time = replace(VLLMEngine.decode_time, source="estimated: as vLLM")
     returns_candidates = supports_lora = True
-    weight_ways = ("files", "collective")
+    weight_transfers = ("files", "collective")
 
     def __init__(self, *args: Any) -> None:
         self.broadcast_weights: Mapping[str, Tensor] = {}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from atomrl.protocols import WeightHash
 from atomrl.weight_sync.channels import WEIGHTS
-from atomrl.weight_sync.transfer import hash_of_rows, row_sums, tensor_hash
+from atomrl.weight_sync.hashes import hash_of_rows, row_sums, tensor_hash
 
 WORKER_EXTENSION = f"{__name__}.WeightReader"
 _COLUMNS = 256
@@ -101,7 +101,7 @@ def whole_hashes(workers: Sequence[Sequence[Sequence[Any]]], shapes: Mapping[str
         shapes: of the published weights.
 
     Example:
-        >>> from atomrl.weight_sync.transfer import row_sums, tensor_hash
+        >>> from atomrl.weight_sync.hashes import row_sums, tensor_hash
         >>> weight, halves = torch.arange(12.0).view(4, 3), [Place(0, 2, 0, 3), Place(2, 2, 0, 3)]
         >>> pieces = [Piece(weight[:2], halves[0]), Piece(weight[2:], halves[1])]
         >>> [combined] = whole_hashes([[_hashed("w", piece, torch.float32)] for piece in pieces], {"w": (4, 3)})

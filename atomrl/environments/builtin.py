@@ -13,7 +13,7 @@ from http.client import HTTPException
 from typing import Any, NamedTuple
 from urllib.error import HTTPError
 
-from atomrl.common.errors import ServiceFault, is_temporary
+from atomrl.common.outages import ServiceFault, is_temporary
 from atomrl.data.tasks import find
 from atomrl.sandbox import Sandbox, check, run
 from atomrl.sandbox.running import format_result, limits_of

@@ -18,6 +18,20 @@ UNREADABLE = (ValueError, RecursionError)
 """Errors of `json`: RecursionError for deeply nested brackets."""
 Form = str | Mapping[str, Any]
 """A key of `FORMS`, or the `response_template` of a tokenizer (transformers)."""
+_OPENED = "<tool_call>"
+_BETWEEN = re.compile(r"(?:[\s;]|<\|python_tag\|>)*")
+_KEYS = {"name", "parameters", "arguments", "type", "id"}
+_MAX_FAILURES = 20
+"""Attempts to parse JSON at an opening tag; each takes time linear in the text."""
+_CLOSED = re.compile(r"\s*(?:</tool_call>|$)")  # the last call may be unclosed: a stop string may have ended the turn
+_TOOL_TAG = re.compile(r"</?tool_call>")
+_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>|</function>|</?tool_call>")
+_PARAMETER_END = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>|$))")
+"""A value may contain a closing tag, but not one that is followed by a further tag."""
+_THOUGHT = re.compile(
+    r"(</?think>)|(<parameter=[^<>\n]*>)|"
+    r"(?:<tool_call>|\[ARGS\]|\[TOOL_CALLS\]|<\|python_tag\|>|\}\s*;|^|(?<=</think>))\s*(?=\{|\[\s*\{)"
+)
 
 
 @dataclass(frozen=True)
@@ -202,22 +216,6 @@ def find_form(tokenizer: Any, schemas: Sequence[Schema], kwargs: Mapping[str, An
 
 def _added(tokenizer: Any) -> list[str]:
     return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-
-
-_OPENED = "<tool_call>"
-_BETWEEN = re.compile(r"(?:[\s;]|<\|python_tag\|>)*")
-_KEYS = {"name", "parameters", "arguments", "type", "id"}
-_MAX_FAILURES = 20
-"""Attempts to parse JSON at an opening tag; each takes time linear in the text."""
-_CLOSED = re.compile(r"\s*(?:</tool_call>|$)")  # the last call may be unclosed: a stop string may have ended the turn
-_TOOL_TAG = re.compile(r"</?tool_call>")
-_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>|</function>|</?tool_call>")
-_PARAMETER_END = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>|$))")
-"""A value may contain a closing tag, but not one that is followed by a further tag."""
-_THOUGHT = re.compile(
-    r"(</?think>)|(<parameter=[^<>\n]*>)|"
-    r"(?:<tool_call>|\[ARGS\]|\[TOOL_CALLS\]|<\|python_tag\|>|\}\s*;|^|(?<=</think>))\s*(?=\{|\[\s*\{)"
-)
 
 
 def _without_thoughts(text: str) -> str:

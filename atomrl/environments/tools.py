@@ -18,8 +18,9 @@ from typing import Any
 
 from pydantic import ConfigDict, ValidationError, validate_call
 
-from atomrl.common.errors import ServiceFault, describe_error, is_away
+from atomrl.common.errors import describe_error
 from atomrl.common.functions import find_function
+from atomrl.common.outages import ServiceFault, is_away
 from atomrl.common.secrets import expand_variables, mask_secrets, secrets_of
 from atomrl.common.workers import kill_marked, new_mark
 from atomrl.environments.tool_calls import Call, Form, Schema, find_calls

@@ -21,16 +21,9 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, NamedTuple, get_type_hints
 
-from atomrl.common.errors import (
-    ServiceFault,
-    describe_error,
-    did_you_mean,
-    is_away,
-    replace_surrogates,
-    reraise_as,
-    retry_after_of,
-)
+from atomrl.common.errors import describe_error, did_you_mean, replace_surrogates, reraise_as
 from atomrl.common.functions import find_function
+from atomrl.common.outages import ServiceFault, is_away, retry_after_of
 from atomrl.common.secrets import mask_secrets
 from atomrl.common.workers import send_answer
 from atomrl.environments.builtin import ENVIRONMENTS

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from atomrl.common.threads import to_device
+from atomrl.common.devices import to_device
 from atomrl.config import ConfigError
 from atomrl.models import kernels as cpp
 from atomrl.models.kernels import apply

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from atomrl.atoms.logprobs import head_logits
-from atomrl.common.threads import to_device
+from atomrl.common.devices import to_device
 from atomrl.config import ConfigError
 from atomrl.config.schema import check_heads
 from atomrl.models.adapted import adapted_linear, computes_here, is_adapted

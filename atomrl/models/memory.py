@@ -105,7 +105,7 @@ SAVED_BY_AUTOGRAD = 2
 experts and 3 dense families: 1.2 to 2.4 for most, up to 2.8 for some (Llama 4, minimax, Qwen3.5), 0.5 to 1.2 with
 latent attention (DeepSeek V3.2). A few with linear attention or compressed keys save 4 to 108 times as much when tiny
 (Kimi Linear)."""
-BESIDE = "in the CPU's memory"
+IN_CPU_MEMORY = "in the CPU's memory"
 """Part of the memory estimate for offloaded shards; not in the total of the device."""
 SHARDED = ("trainer weights", "optimizer", "gradients", "reference", "teacher", "critic")
 """Parts of the memory estimate that are sharded over ranks."""

@@ -263,7 +263,7 @@ def on_written_tokens(rewards: Tensor, mask: Tensor) -> Tensor:
 class AdvantageChoice(Choice):
     """Base class of advantages: `AdvantageInputs` -> [B] or [B, T], or `AdvantagesAndReturns`."""
 
-    by_token: ClassVar[bool] = False
+    uses_token_rewards: ClassVar[bool] = False
     """It uses rewards per token."""
     group_baseline: ClassVar[bool] = False
     """It compares a completion with the others of its prompt."""
@@ -586,7 +586,7 @@ class ReinforcePPAdvantage(AdvantageChoice, type="reinforce_pp"):
     latex = r"\hat A_{i,t} = \operatorname{whiten}_B\Big(\sum_{s \ge t} \gamma^{s-t} r_{i,s}\Big)"
     gamma: Discount = default(discounted_returns, "gamma")
     eps: NonNegativeFloat = default(masked_whiten, "eps")
-    by_token = True
+    uses_token_rewards = True
     made_of = (reward_at_last_token, discounted_returns, masked_whiten)
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
@@ -628,7 +628,7 @@ class GAEAdvantage(AdvantageChoice, type="gae"):
     whiten: bool = True
     length_alpha: PositiveFloat | None = None
     needs = frozenset({"values"})
-    by_token = True
+    uses_token_rewards = True
 
     def atoms(self) -> Atoms:
         adaptive = (length_adaptive_lambda,) if self.length_alpha else ()

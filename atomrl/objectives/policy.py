@@ -363,7 +363,7 @@ def rollout_gap(
 def _reward_formulas(objective: PolicyObjective) -> list[Formula]:
     """Return the lines that define the reward: per token, or with the KL penalty per completion."""
     penalised = objective.kl.applied_to == "reward"
-    if objective.advantage.by_token:
+    if objective.advantage.uses_token_rewards:
         penalty = Formula(" - beta KL_{i,t}", r" - \beta\, \mathrm{KL}_{i,t}") if penalised else Formula("", "")
         reward = Formula("r_{i,t} = r_i [t = last]", r"r_{i,t} = r_i\,\mathbb{1}[t = |o_i|]")
         return [Formula(reward.text + penalty.text, reward.latex + penalty.latex)]

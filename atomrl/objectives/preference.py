@@ -13,8 +13,8 @@ from atomrl.atoms.masks import masked_sum, row_sum
 from atomrl.atoms.policy_losses import weighted_sum
 from atomrl.atoms.preference_losses import implicit_reward
 from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch, select_rows
+from atomrl.common.devices import to_device
 from atomrl.common.metrics import Mean, Metrics, Sum
-from atomrl.common.threads import to_device
 from atomrl.objectives.advantage import GroupFilter
 from atomrl.objectives.choice import Setting, not_none
 from atomrl.objectives.objective import MINIMISE, Formulation, Goal, SupervisedObjective

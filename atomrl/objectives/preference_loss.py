@@ -20,7 +20,7 @@ from atomrl.atoms.preference_losses import (
     running_mean,
 )
 from atomrl.batches import RowBatch
-from atomrl.common.threads import to_device
+from atomrl.common.devices import to_device
 from atomrl.objectives.choice import Atoms, Choice, Setting, default, not_none
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Literal
 from atomrl.config import PreferenceConfig, RunConfig, SftConfig
 from atomrl.data.checks import repetitions
 from atomrl.data.files import DataNotHere
-from atomrl.data.offline import demonstration_reader, preference_reader
+from atomrl.data.given import demonstration_reader, preference_reader
 from atomrl.data.problems import LoadReport, load_problems
 from atomrl.environments.tools import find_schemas
 from atomrl.environments.worker import find_environment

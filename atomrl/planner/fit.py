@@ -12,11 +12,11 @@ from atomrl.models.gpt import FAMILIES
 from atomrl.models.memory import count_parameters, known_shapes, planning_shape
 from atomrl.planner.plan import Plan
 
-FEWEST_AT_ONCE, LEAST_COMPLETION = 8, 256
-"""Lower limits of a fit: concurrent completions, and tokens of a completion."""
+FEWEST_CONCURRENT, LEAST_COMPLETION = 8, 256
+"""Lower limits of `find_fitting`: concurrent completions, and tokens of a completion."""
 
 SLOWER = 1.1
-"""A fit with fewer changes of training is preferred if its step is at most this many times slower than the fastest."""
+"""Fewer changes of training are preferred if the step is at most this many times slower than the fastest."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,14 @@ def trades(config: RunConfig, gpus: int) -> Iterator[Trade]:
     # Speed only: smaller batches, down to sizes that cost little, then recomputation, then smaller ones still.
     # A micro-batch holds at least one whole row.
     has_rollouts = config.kind == "rl"
-    at_once = min(rollout.concurrent_completions, rollout.prompts_per_step * rollout.completions_per_prompt)
+    concurrent = min(rollout.concurrent_completions, rollout.prompts_per_step * rollout.completions_per_prompt)
     row = config.data.max_prompt_tokens + rollout.max_completion_tokens if has_rollouts else 1
     tokens = train.micro_batch_tokens("cuda" if gpus else "cpu")
-    while has_rollouts and at_once > max(32, FEWEST_AT_ONCE):
-        at_once = max(32, at_once // 2)
-        yield Trade({"rollout": {"max_concurrent_completions": at_once}}, "smaller decoding batches: slower rollouts")
+    while has_rollouts and concurrent > max(32, FEWEST_CONCURRENT):
+        concurrent = max(32, concurrent // 2)
+        yield Trade(
+            {"rollout": {"max_concurrent_completions": concurrent}}, "smaller decoding batches: slower rollouts"
+        )
     while tokens > max(row, 2048):
         tokens = max(row, 2048, tokens // 2)
         yield Trade(
@@ -87,10 +89,10 @@ def trades(config: RunConfig, gpus: int) -> Iterator[Trade]:
         price = "the frozen base in 4 bits: a little noise (pip install 'atomrl[quant]')"
         yield Trade({"model": {"quantization": "nf4"}}, price, "bits")
     # Last: very slow rollouts, and shorter completions, which change the task.
-    while has_rollouts and at_once > FEWEST_AT_ONCE:
-        at_once = max(FEWEST_AT_ONCE, at_once - 8)
+    while has_rollouts and concurrent > FEWEST_CONCURRENT:
+        concurrent = max(FEWEST_CONCURRENT, concurrent - 8)
         yield Trade(
-            {"rollout": {"max_concurrent_completions": at_once}}, "smaller decoding batches: much slower rollouts"
+            {"rollout": {"max_concurrent_completions": concurrent}}, "smaller decoding batches: much slower rollouts"
         )
     limit = rollout.max_completion_tokens
     while has_rollouts and limit > LEAST_COMPLETION:
@@ -114,7 +116,7 @@ def helpful(plan: Plan) -> list[tuple[Trade, Plan]]:
     return list(by_keys.values())
 
 
-def fit(plan: Plan) -> tuple[list[Trade], Plan] | None:
+def find_fitting(plan: Plan) -> tuple[list[Trade], Plan] | None:
     """Find changes with which a run fits, without superfluous ones; None if no changes are enough.
 
     Three stages, each only if the one before does not fit: changes of the speed and precision; adapters as well;

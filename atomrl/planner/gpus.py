@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from atomrl.common.errors import did_you_mean
 from atomrl.config import ConfigError
-from atomrl.trainer.memory import CONTEXT_GIB, GIB, USABLE
+from atomrl.trainer.memory import CONTEXT_GIB, GIB, USABLE_FRACTION
 
 _TYPICAL_CARDS = ((9, "4060"), (13, "3060"), (17, "4060ti"), (33, "3090"), (50, "a6000"), (90, "a100"), (1e9, "h200"))
 """(up to GiB, name): the card whose speed is assumed if only a memory size is given."""
@@ -29,7 +29,7 @@ class Gpu:
     @property
     def usable_bytes(self) -> int:
         """Bytes of one card that a plan may use."""
-        return int((self.gib - CONTEXT_GIB) * USABLE * GIB)
+        return int((self.gib - CONTEXT_GIB) * USABLE_FRACTION * GIB)
 
     @property
     def compute_bytes(self) -> int:

@@ -14,7 +14,7 @@ from atomrl.common.memory import available_memory, readable
 from atomrl.config import ConfigError, RunConfig
 from atomrl.models.memory import planning_shape
 from atomrl.planner.gpus import Gpu
-from atomrl.planner.step_time import ERROR, step_seconds
+from atomrl.planner.step_time import ERROR_FACTOR, step_seconds
 from atomrl.protocols import Algorithm
 from atomrl.trainer.auto import auto_values, choose
 from atomrl.trainer.build import algorithm_of, chosen_class
@@ -155,8 +155,8 @@ def describe(plan: Plan, gpu: Gpu) -> Iterator[str]:
         yield f"  {steps} steps: {seconds:.1f} h, without evaluations; less if completions are shorter"
         if epochs := plan.config.train.total_epochs:
             yield f"  the run: {epochs:g} passes over the data; atomrl train CONFIG --dry-run counts the steps"
-    span = f"{seconds / ERROR:.1f} to {seconds * ERROR:.1f} {unit}"
-    yield f"  estimated from the data sheet, not measured; up to {ERROR:g} times off: {span}"
+    span = f"{seconds / ERROR_FACTOR:.1f} to {seconds * ERROR_FACTOR:.1f} {unit}"
+    yield f"  estimated from the data sheet, not measured; up to {ERROR_FACTOR:g} times off: {span}"
     if plan.config.kind == "rl":
         rollout = plan.chosen.rollout
         name = "native" if rollout.engine == "auto" else rollout.engine

@@ -43,7 +43,7 @@ PLAIN_LAYER_S = 2.4e-3
 OTHER_S = 0.5
 """Seconds of a step for weight sync, rewards and advantages. Estimated."""
 
-ERROR = 2.0
+ERROR_FACTOR = 2.0
 """Factor by which a step may be faster or slower than estimated."""
 
 

@@ -18,7 +18,8 @@ from atomrl.tracking.checkpoints import disk_full_named
 from atomrl.tracking.run_directory import PUBLISHED_WEIGHTS
 from atomrl.weight_sync import ReadBack, checked_update
 from atomrl.weight_sync.channels import FileReference, write_update
-from atomrl.weight_sync.transfer import compare, device_hash, fetch_hashes
+from atomrl.weight_sync.hashes import device_hash, fetch_hashes
+from atomrl.weight_sync.transfer import compare
 
 ABOUT = "about.json"
 

@@ -29,8 +29,9 @@ from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import ValidationError
 
-from atomrl.common.errors import describe_error, is_away, is_busy, nearest
+from atomrl.common.errors import describe_error, nearest
 from atomrl.common.functions import subscripts
+from atomrl.common.outages import is_away, is_busy
 from atomrl.common.secrets import mask_secrets, register_secrets, secrets_of, without_secrets
 from atomrl.common.workers import (
     LOAD_LIMIT_S,

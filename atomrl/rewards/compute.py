@@ -12,15 +12,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
-from atomrl.common import errors as outages_of
-from atomrl.common.errors import Outage, ServiceGone
+from atomrl.common import outages
 from atomrl.common.hangs import progress
+from atomrl.common.outages import Outage, ServiceGone
 from atomrl.common.secrets import without_secrets
 from atomrl.data.files import error_list
 from atomrl.rewards.calling import (
@@ -35,7 +34,7 @@ from atomrl.rewards.calling import (
     instantiate,
     missing_column,
 )
-from atomrl.rewards.errors import NoScore, RewardError, RewardStop
+from atomrl.rewards.errors import RewardError, RewardStop
 from atomrl.rewards.service import RewardService
 from atomrl.rewards.table import (
     CLASSES,
@@ -50,10 +49,10 @@ from atomrl.rewards.table import (
 from atomrl.types import Problem, RewardFailure, Segment, Trajectory
 
 if TYPE_CHECKING:
-    from atomrl.cluster.ray_cluster import Actor, RayCluster
     from atomrl.config import RewardConfig, RewardRoute
 
 log = logging.getLogger(__name__)
+
 BY_SOURCE = "by_data_source"
 """Name of the reward term that `reward.by_data_source` defines."""
 ENVIRONMENT = "environment"
@@ -95,6 +94,33 @@ class _Part:
                 f"reward.by_data_source, which has {', '.join(map(repr, self.scorers))}"
             )
         return scorer
+
+
+@dataclass(eq=False)
+class _Batch:
+    """Scores of a batch while its calls run."""
+
+    rows: list[int]
+    """Index of each scored trajectory in the batch."""
+    scores: dict[str, list[Score]]
+    """Part -> a score for each trajectory."""
+    seconds: list[float]
+    outages: dict[Scorer, Outage] = field(default_factory=dict)
+    """Services that are away."""
+    faults: Counter[tuple[Scorer, int]] = field(default_factory=Counter)
+    """Failures of a completion while the service answered others."""
+
+
+@dataclass(eq=False)
+class _Round:
+    """Outcome of a round of calls."""
+
+    again: list[Task] = field(default_factory=list)
+    """Calls to repeat one completion at a time."""
+    away: dict[Scorer, list[tuple[Task, Score]]] = field(default_factory=dict)
+    """Calls whose service did not answer, each with a score that says so."""
+    slowest: dict[Scorer, float] = field(default_factory=dict)
+    """Seconds of a completion, in the slowest of the calls that gave a value."""
 
 
 class Rewards:
@@ -234,14 +260,29 @@ class Rewards:
                 `judge`.
             RewardStop: a service was unavailable for `reward.wait_s`.
         """
-        scores = {part.name: [Score()] * len(trajectories) for part in self.parts}
-        self.seconds = seconds = [0.0] * len(trajectories)
         # Episodes whose environment failed are not scored: the text says nothing about the policy.
         rows = [row for row, item in enumerate(trajectories) if item.episode is None or item.episode.failure is None]
-        played = [trajectories[row] for row in rows]
-        columns = columns_of(played)
+        scores = {part.name: [Score()] * len(trajectories) for part in self.parts}
+        batch = _Batch(rows, scores, [0.0] * len(trajectories))
+        self.seconds = batch.seconds
+        tasks, rounds = self._tasks([trajectories[row] for row in rows]), 0
+        # A call that failed as a whole is repeated one completion at a time, and those of a function whose service is
+        # unavailable until it answers. The later outcome of a completion replaces the earlier one.
+        while tasks:
+            result = self._run(tasks, rounds, batch)
+            tasks, rounds = [*result.again, *self._wait_for_services(result, batch)], rounds + 1
+        scored = self._add_up(trajectories, scores)
+        if judge:
+            self.judge(scored)
+        return scored
 
-        # Create the calls: one per part and scorer, or one per completion if a worker can score these independently.
+    def _tasks(self, played: Sequence[Trajectory]) -> list[Task]:
+        """Return the calls: one per part and scorer, or one per completion if a worker can score these independently.
+
+        Raises:
+            RewardError: an argument of a reward has the name of a column.
+        """
+        columns = columns_of(played)
         tasks: list[Task] = []
         for part in self.parts:
             by_scorer: dict[Scorer, list[int]] = {}
@@ -254,74 +295,79 @@ class Rewards:
                     raise RewardError(f"reward {part.name!r}: {text}")
                 task = Task(part.name, scorer, indices, played, columns)
                 tasks += task.split() if scorer.by_row and not scorer.in_process else [task]
+        return tasks
 
-        # Run them. A call that failed as a whole is repeated one completion at a time, and those of a function whose
-        # service is unavailable until it answers. The later outcome of a completion replaces the earlier one.
-        outages: dict[Scorer, Outage] = {}
-        faults: Counter[tuple[Scorer, int]] = Counter()  # failures of a completion while the service answered others
-        rounds = 0
-        while tasks:
-            again: list[Task] = []
-            away: dict[Scorer, list[tuple[Task, Score]]] = {}
-            slowest: dict[Scorer, float] = {}  # seconds of a completion, in the calls of this round that gave a value
-            probes = self._probes(tasks, rounds) if rounds else []
-            calls, probing = [*tasks, *probes], {id(task) for task in probes}
-            with closing(self.pool.run([task for task in calls if not task.scorer.in_process])) as outcomes:
-                here = ((task, call(task.scorer, task.payload())) for task in calls if task.scorer.in_process)
-                for task, outcome in chain(outcomes, here):
-                    progress()
-                    item_s = outcome.seconds / len(task.rows)
-                    valued = next((row for row, score in zip(task.rows, outcome.scores, strict=True)
-                                   if score.failure is None), None)  # fmt: skip
-                    if valued is not None and item_s >= slowest.get(task.scorer, 0.0):
-                        slowest[task.scorer] = item_s
-                        self._answered[task.scorer] = task.alone(valued)
-                    if id(task) in probing:
-                        continue
-                    if waits := next((score for score in outcome.scores if score.failure in ("away", "busy")), None):
-                        away.setdefault(task.scorer, []).append((task, waits))
-                        continue
-                    # Outcomes come in any order, so each is stored at its trajectory's row.
-                    for index, score in zip(task.rows, outcome.scores, strict=True):
-                        scores[task.part][rows[index]] = score
-                        seconds[rows[index]] += item_s
-                    if outcome.call_failed and len(task.rows) > 1:
-                        again += task.split()
-                    if not task.scorer.in_process:
-                        self._check_hangs(task, outcome)
-
-            # A call may itself be the cause of its error, if its service answers others; else the service is away.
-            pauses = [0.0]
-            for scorer, calls_away in away.items():
-                if scorer not in slowest or any(score.failure == "busy" for _, score in calls_away):
-                    again += [task for task, _ in calls_away]
-                    (task, score) = calls_away[0]
-                    outages.setdefault(
-                        scorer, Outage(f"the service of reward {task.part!r}", self.wait_s, "reward.wait_s")
-                    )
-                    try:
-                        pauses.append(outages[scorer].pause_s(without_secrets(score.message)))
-                    except ServiceGone as gone:
-                        raise RewardStop(str(gone)) from None
+    def _run(self, tasks: Sequence[Task], rounds: int, batch: _Batch) -> _Round:
+        """Run calls, and store the scores of those that have an answer."""
+        result = _Round()
+        probes = self._probes(tasks, rounds) if rounds else []
+        calls, probing = [*tasks, *probes], {id(task) for task in probes}
+        with closing(self.pool.run([task for task in calls if not task.scorer.in_process])) as outcomes:
+            here = ((task, call(task.scorer, task.payload())) for task in calls if task.scorer.in_process)
+            for task, outcome in chain(outcomes, here):
+                progress()
+                item_s = outcome.seconds / len(task.rows)
+                scored = zip(task.rows, outcome.scores, strict=True)
+                valued = next((row for row, score in scored if score.failure is None), None)
+                if valued is not None and item_s >= result.slowest.get(task.scorer, 0.0):
+                    result.slowest[task.scorer] = item_s
+                    self._answered[task.scorer] = task.alone(valued)
+                if id(task) in probing:
                     continue
-                if scorer in outages:
-                    outages.pop(scorer).answered()
-                for task, score in calls_away:
-                    faults[scorer, task.rows[0]] += 1
-                    if len(task.rows) > 1:
-                        again += task.split()
-                    elif faults[scorer, task.rows[0]] <= RETRIES:
-                        again.append(task)
-                        pauses.append(outages_of.FIRST_S)
-                    else:
-                        scores[task.part][rows[task.rows[0]]] = score._replace(failure="error")
-            for scorer in outages.keys() - away.keys():
-                outages.pop(scorer).answered()
-            time.sleep(max(pauses))
-            tasks, rounds = again, rounds + 1
+                if waits := next((score for score in outcome.scores if score.failure in ("away", "busy")), None):
+                    result.away.setdefault(task.scorer, []).append((task, waits))
+                    continue
+                # Outcomes come in any order, so each is stored at its trajectory's row.
+                for index, score in zip(task.rows, outcome.scores, strict=True):
+                    batch.scores[task.part][batch.rows[index]] = score
+                    batch.seconds[batch.rows[index]] += item_s
+                if outcome.call_failed and len(task.rows) > 1:
+                    result.again += task.split()
+                if not task.scorer.in_process:
+                    self._check_hangs(task, outcome)
+        return result
 
-        # Add up the weighted values. Every trajectory reports the same extra parts: the union of those that any
-        # completion of the batch returned.
+    def _wait_for_services(self, result: _Round, batch: _Batch) -> list[Task]:
+        """Wait for services that did not answer, and return the calls to repeat.
+
+        A call may itself be the cause of its error, if its service answers others; else the service is away.
+
+        Raises:
+            RewardStop: a service was unavailable for `reward.wait_s`.
+        """
+        again: list[Task] = []
+        pauses = [0.0]
+        for scorer, calls in result.away.items():
+            if scorer not in result.slowest or any(score.failure == "busy" for _, score in calls):
+                again += [task for task, _ in calls]
+                (task, score) = calls[0]
+                outage = Outage(f"the service of reward {task.part!r}", self.wait_s, "reward.wait_s")
+                try:
+                    pauses.append(batch.outages.setdefault(scorer, outage).pause_s(without_secrets(score.message)))
+                except ServiceGone as gone:
+                    raise RewardStop(str(gone)) from None
+                continue
+            if scorer in batch.outages:
+                batch.outages.pop(scorer).answered()
+            for task, score in calls:
+                batch.faults[scorer, task.rows[0]] += 1
+                if len(task.rows) > 1:
+                    again += task.split()
+                elif batch.faults[scorer, task.rows[0]] <= RETRIES:
+                    again.append(task)
+                    pauses.append(outages.FIRST_S)
+                else:
+                    batch.scores[task.part][batch.rows[task.rows[0]]] = score._replace(failure="error")
+        for scorer in batch.outages.keys() - result.away.keys():
+            batch.outages.pop(scorer).answered()
+        time.sleep(max(pauses))
+        return again
+
+    def _add_up(self, trajectories: Sequence[Trajectory], scores: Mapping[str, Sequence[Score]]) -> list[Trajectory]:
+        """Return the trajectories with the weighted sum of their values, and with failures.
+
+        Every trajectory reports the same extra parts: the union of those that any completion of the batch returned.
+        """
         names = {name: dict.fromkeys(key for score in column for key in score.parts) for name, column in scores.items()}
         weights = {part.name: part.weight for part in self.parts}
         scored = []
@@ -350,8 +396,6 @@ class Rewards:
                     item, reward=reward, reward_parts=values | extra, part_weights=weights, reward_failures=failures
                 )
             )
-        if judge:
-            self.judge(scored)
         return scored
 
     def _probes(self, tasks: Sequence[Task], turn: int) -> list[Task]:
@@ -551,101 +595,3 @@ def _scorer(route: RewardRoute, local: Mapping[str, AnyReward], loading: Mapping
 def _describe(item: Trajectory) -> str:
     """Describe a trajectory for a message: problem, index and the start of its text."""
     return f"problem {item.problem.problem_id!r}, completion {item.index}: {item.turn[:200]!r}"
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Reward models in a Ray actor with its own share of a GPU.
-
-_MAX_DEATHS = 4
-"""Consecutive deaths of the actor after which the run ends."""
-
-
-class ServedRewards:
-    """Reward models inside the actor process."""
-
-    def __init__(self, rewards: Sequence[AnyReward]) -> None:
-        self.rewards = rewards
-
-    def score(self, index: int, trajectories: Sequence[Trajectory]) -> Any:
-        """Call the reward with this index."""
-        return self.rewards[index](trajectories)
-
-
-class RewardActor:
-    """Client of the Ray actor of the role `reward`.
-
-    An actor that dies is restarted and the request is repeated. If it does not answer within `cluster.timeout_s`, the
-    completions of the request get no score (failure `timeout`) and the actor is replaced.
-
-    Args:
-        rewards: reward classes' instances or functions that take trajectories; must be picklable.
-        cluster: the Ray cluster that the actor runs in.
-    """
-
-    def __init__(self, rewards: Sequence[AnyReward], cluster: RayCluster) -> None:
-        self.cluster, self.build = cluster, partial(ServedRewards, list(rewards))
-        self._actor: Actor | None = None
-        self._lock = threading.Lock()
-        try:
-            self.current()
-        except cluster.died as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise RewardStop(f"the actor of the reward model died while it started: {reason}") from error
-
-    def current(self) -> Actor:
-        """Return the actor; start it if there is none."""
-        if self._actor is None:
-            actor = self.cluster.start("reward", 0, self.build)
-            try:
-                self.cluster.know(actor)
-            except BaseException:
-                self.cluster.end(actor)
-                raise
-            self._actor = actor
-        return self._actor
-
-    def score(self, index: int, trajectories: Sequence[Trajectory]) -> list[Any]:
-        """Score trajectories with the reward of this index.
-
-        Calls are serialized, so that the time limit of one does not include the computation of another.
-
-        Raises:
-            RewardStop: the actor died `_MAX_DEATHS` times in a row.
-            Exception: raised by the reward itself.
-        """
-        with self._lock:
-            return self._score(index, trajectories)
-
-    def _score(self, index: int, trajectories: Sequence[Trajectory]) -> list[Any]:
-        from atomrl.cluster.ray_cluster import RayHangs  # imports PyTorch, which rewards alone do not need
-
-        for _ in range(_MAX_DEATHS):
-            actor = None
-            try:
-                actor = self.current()
-                return cast(list[Any], self.cluster.call(actor, "score", index, trajectories))
-            except RayHangs as error:
-                raise RewardStop(str(error)) from error
-            except TimeoutError as error:
-                self._discard(actor, str(error))
-                return [NoScore("timeout", str(error))] * len(trajectories)
-            except self.cluster.died as error:
-                reason = str(error).strip().partition("\n")[0]
-                self._discard(actor, f"{actor or 'reward'} died: {reason}")
-        raise RewardStop(f"the actor of the reward model died {_MAX_DEATHS} times in a row: {reason}")
-
-    def _discard(self, actor: Actor | None, reason: str) -> None:
-        """Kill the actor; the next call starts another one."""
-        log.warning("%s; starting another one", reason)
-        if actor is not None:
-            self.cluster.end(actor)
-            self._actor = None
-
-
-def move_models(rewards: Rewards, cluster: RayCluster) -> None:
-    """Run the reward models in the actor of the role `reward`. Call it before their weights are loaded."""
-    places = [(part.scorers, source) for part in rewards.parts for source in part.scorers]
-    models = [(scorers, source) for scorers, source in places if scorers[source].name in LOADING]
-    actor = RewardActor([scorers[source].function for scorers, source in models], cluster)
-    for index, (scorers, source) in enumerate(models):
-        scorers[source] = replace(scorers[source], function=partial(actor.score, index), lock=nullcontext())

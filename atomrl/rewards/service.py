@@ -22,10 +22,10 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
-from atomrl.common import errors as outages
-from atomrl.common.errors import Outage, ServiceGone, is_temporary, retry_after
+from atomrl.common import outages
 from atomrl.common.event_loop import EventLoopThread
 from atomrl.common.hangs import progress
+from atomrl.common.outages import Outage, ServiceGone, is_temporary, retry_after
 from atomrl.common.secrets import is_variable, mask_secrets
 from atomrl.rewards.calling import columns_of
 from atomrl.rewards.errors import NoScore, RewardError, RewardStop, require
@@ -468,7 +468,7 @@ class LLMJudge(RewardService):
     @field_validator("prompt")
     @classmethod
     def _has_the_completion(cls, prompt: str) -> str:
-        if "completion" not in names_in(prompt):
+        if "completion" not in template_fields(prompt):
             raise ValueError("must have {completion} where the completion goes")
         return prompt
 
@@ -493,7 +493,7 @@ class LLMJudge(RewardService):
 
     def check(self, problem: Problem) -> None:
         fields = (*TEMPLATE_FIELDS, *problem.columns)
-        missing = [name for name in names_in(self.prompt) if name not in fields]
+        missing = [name for name in template_fields(self.prompt) if name not in fields]
         if missing:
             raise RewardError(
                 f"reward 'llm_judge': its prompt has {{{missing[0]}}}, and problem {problem.problem_id!r} has no such "
@@ -652,11 +652,11 @@ class LLMJudge(RewardService):
         return self._price(*used)
 
 
-def names_in(template: str) -> list[str]:
+def template_fields(template: str) -> list[str]:
     """Return the names in braces of a template.
 
     Example:
-        >>> names_in("Is {completion} as good as {ground_truth}? {{x}}")
+        >>> template_fields("Is {completion} as good as {ground_truth}? {{x}}")
         ['completion', 'ground_truth']
     """
     return [name for name in _FIELD.findall(template) if name]

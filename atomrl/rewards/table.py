@@ -32,6 +32,24 @@ outages, cache and budget are shared by the whole run."""
 
 CLASSES = LOADING | SERVICES | {"environment": "atomrl.rewards.format.EnvironmentOutcome"}
 """All built-in rewards that are classes: name -> dotted path."""
+Row = Mapping[str, Any]
+"""Columns of one problem, including `ground_truth`."""
+TRUTHS: dict[str, Callable[[Row, Mapping[str, Any]], object]] = {
+    "strict_math": lambda row, args: require_truth(row["ground_truth"]),
+    "exact_match": lambda row, args: truth_text(row["ground_truth"]),
+    "gsm8k": lambda row, args: number_truth(row["ground_truth"]),
+    "boxed": lambda row, args: boxes.read_truth(row["ground_truth"]),
+    "search_r1_em": lambda row, args: right_answers(row["ground_truth"]),
+    "countdown": lambda row, args: tasks.read_target(row["ground_truth"], row.get("numbers")),
+    "correctness_reward": lambda row, args: read_answer(row),
+    "code": lambda row, args: cases_of(row[args.get("test_column", "ground_truth")], row),
+}
+"""Built-in reward -> function of (row, args) that raises TypeError, ValueError or KeyError if the reward cannot parse
+the ground truth. Rewards that are not listed use no ground truth, or accept any."""
+GRADERS = {*TRUTHS, "reasoning_gym", "environment"}
+"""The built-in rewards whose values of 1.0 or more say that an answer is right."""
+TRUTH_NAMES = {"ground_truth", "ground_truths", *(name.partition(".")[0] for name in USUAL["data.answer_field"])}
+"""Names by which functions of the user's own read the ground truth."""
 
 
 @dataclass(frozen=True)
@@ -51,27 +69,6 @@ POOLED = {
 }
 """The other built-in functions run in this process: they are string operations in linear time, and exact arithmetic on
 numbers of at most 100 characters."""
-
-Row = Mapping[str, Any]
-"""Columns of one problem, including `ground_truth`."""
-TRUTHS: dict[str, Callable[[Row, Mapping[str, Any]], object]] = {
-    "strict_math": lambda row, args: require_truth(row["ground_truth"]),
-    "exact_match": lambda row, args: truth_text(row["ground_truth"]),
-    "gsm8k": lambda row, args: number_truth(row["ground_truth"]),
-    "boxed": lambda row, args: boxes.read_truth(row["ground_truth"]),
-    "search_r1_em": lambda row, args: right_answers(row["ground_truth"]),
-    "countdown": lambda row, args: tasks.read_target(row["ground_truth"], row.get("numbers")),
-    "correctness_reward": lambda row, args: read_answer(row),
-    "code": lambda row, args: cases_of(row[args.get("test_column", "ground_truth")], row),
-}
-"""Built-in reward -> function of (row, args) that raises TypeError, ValueError or KeyError if the reward cannot parse
-the ground truth. Rewards that are not listed use no ground truth, or accept any."""
-
-
-GRADERS = {*TRUTHS, "reasoning_gym", "environment"}
-"""The built-in rewards whose values of 1.0 or more say that an answer is right."""
-TRUTH_NAMES = {"ground_truth", "ground_truths", *(name.partition(".")[0] for name in USUAL["data.answer_field"])}
-"""Names by which functions of the user's own read the ground truth."""
 
 
 def says_right(built_in: str | None, function: AnyReward) -> bool:

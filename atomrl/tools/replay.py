@@ -76,12 +76,12 @@ def replay(table: TokenTable, algorithm: PolicyObjective) -> Replayed:
         result = algorithm.loss(forward, part)
         result.loss.backward()
         weights, logprobs = part.loss_weights, leaves["logprobs"]
-        by_token = dict(result.by_token)
+        records = dict(result.token_records)
         # The loss is linear in its weights, so a token's contribution is its weight times the derivative by it.
-        by_token["loss"] = weights.detach() * (0.0 if weights.grad is None else weights.grad)
-        by_token["gradient"] = torch.zeros_like(logprobs) if logprobs.grad is None else logprobs.grad
+        records["loss"] = weights.detach() * (0.0 if weights.grad is None else weights.grad)
+        records["gradient"] = torch.zeros_like(logprobs) if logprobs.grad is None else logprobs.grad
         for name, column in columns.items():
-            column[index, :width] = by_token[name].detach().float()
+            column[index, :width] = records[name].detach().float()
     positions = torch.arange(rows.tokens.shape[1])
     inside = (positions >= rows.prompt_lengths[:, None]) & (positions < rows.lengths[:, None])
     return Replayed(

@@ -100,9 +100,9 @@ def describe_failure(error: BaseException) -> dict[str, str]:
     frames = traceback.extract_tb(error.__traceback__)
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "error": redacted("".join(traceback.format_exception_only(error)).strip()),
+        "error": without_secret_values("".join(traceback.format_exception_only(error)).strip()),
         "where": f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "",
-        "traceback": redacted("".join(traceback.format_exception(error))),
+        "traceback": without_secret_values("".join(traceback.format_exception(error))),
     }
 
 
@@ -123,10 +123,10 @@ def redact_command(arguments: Sequence[str]) -> str:
         >>> redact_command(["atomrl", "train", "rollout.stop_token_ids=[2]", "--hub", "hf_abcdefghijklmnopqrst"])
         "atomrl train 'rollout.stop_token_ids=[2]' --hub [redacted]"
     """
-    return redacted(shlex.join(arguments))
+    return without_secret_values(shlex.join(arguments))
 
 
-def redacted(text: str) -> str:
+def without_secret_values(text: str) -> str:
     """Redact values in a text that look like secrets."""
     return _SECRET.sub(lambda match: (match.group(1) or "") + "[redacted]", without_secrets(text))
 

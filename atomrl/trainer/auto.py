@@ -24,7 +24,7 @@ from atomrl.config import ConfigError, RunConfig, read_yaml
 from atomrl.engines.vllm import VLLMEngine
 from atomrl.models.gpt import unsupported
 from atomrl.models.loading import compute_dtype, model_config_only
-from atomrl.models.memory import BESIDE, MOST_TOKENS, SHARDED
+from atomrl.models.memory import IN_CPU_MEMORY, MOST_TOKENS, SHARDED
 from atomrl.models.shapes import text_config
 from atomrl.protocols import Algorithm
 from atomrl.tracking.run_directory import installed_version, is_begun
@@ -32,12 +32,12 @@ from atomrl.trainer.build import ENGINES, algorithm_of, chosen_class, device_nam
 from atomrl.trainer.memory import (
     CONTEXT_GIB,
     GIB,
-    LEAST_AT_ONCE,
-    USABLE,
+    LEAST_CONCURRENT,
+    USABLE_FRACTION,
     Memory,
-    at_once,
     memory_by_phase,
     memory_estimate,
+    peak_of,
     sampling_bytes,
     shares_base,
 )
@@ -53,6 +53,11 @@ ENGINE_OVERHEAD = 3 * GIB
 """Bytes of vLLM or SGLang beside weights and cache: a prefill's activations, CUDA graphs, workspaces. Not measured."""
 MIN_CAPABILITY = (8, 0)
 """Lowest CUDA compute capability for which vLLM is chosen: it has bfloat16 and FlashAttention."""
+LEAST_TOKENS = 2048
+"""Below so many tokens in a micro-batch, recomputing layers (`gradient_checkpointing`) costs less than still smaller
+micro-batches: their matrix products are slower, and fewer rows share the prompt of their group."""
+MOST_CONCURRENT = 512
+"""Most completions decoded at once. The fewest are `LEAST_CONCURRENT`."""
 
 
 def with_engine(config: RunConfig, path: str) -> tuple[RunConfig, str]:
@@ -121,7 +126,7 @@ def only_native_fits(config: RunConfig, shape: Any, gpu: str) -> str | None:
     row = config.data.max_prompt_tokens + config.rollout.max_completion_tokens
     smallest: dict[str, dict[str, Any]] = {"rollout": {"engine": "native"}}
     if config.rollout.max_concurrent_completions == "auto":
-        smallest["rollout"]["max_concurrent_completions"] = LEAST_AT_ONCE
+        smallest["rollout"]["max_concurrent_completions"] = LEAST_CONCURRENT
     if config.train.tokens_per_micro_batch == "auto":
         smallest["train"] = {"tokens_per_micro_batch": row}
     if config.model.gradient_checkpointing == "auto":
@@ -136,11 +141,11 @@ def only_native_fits(config: RunConfig, shape: Any, gpu: str) -> str | None:
     trainer = role_parts("trainer", parts, {})
     engine = _engine_need(vllm, shape, parts)
     # vLLM gives its memory back during an update, unless both work at the same time.
-    updating = at_once(trainer) + (engine if config.asynchronous is not None else 0)
+    updating = peak_of(trainer) + (engine if config.asynchronous is not None else 0)
     with_vllm = max(resident_bytes(trainer) + engine, updating)
     with_native = memory_by_phase(native, algorithm, device="cuda", compute=compute).peak
     capacity = int(torch.cuda.get_device_properties(torch.device(gpu)).total_memory)
-    usable = (capacity - CONTEXT_GIB * GIB) * USABLE
+    usable = (capacity - CONTEXT_GIB * GIB) * USABLE_FRACTION
     if not with_native <= usable < with_vllm:
         return None
     return (
@@ -238,8 +243,8 @@ def engine_share(
         return share, "half of a GPU not visible to this process, shared by the engines"
     # On-policy, the trainer holds only what stays resident during rollouts; asynchronously, its peak.
     trainer_parts = role_parts("trainer", parts, wanted or {})
-    trainer = at_once(trainer_parts) if config.asynchronous is not None else resident_bytes(trainer_parts)
-    room = (capacity - CONTEXT_GIB * GIB) * USABLE - trainer
+    trainer = peak_of(trainer_parts) if config.asynchronous is not None else resident_bytes(trainer_parts)
+    room = (capacity - CONTEXT_GIB * GIB) * USABLE_FRACTION - trainer
     path = config.model.path
     assert path is not None, "a run with rollouts has a model.path"
     need = _engine_need(config, model_config_only(path, config.model.trust_remote_code), parts)
@@ -275,15 +280,7 @@ def role_parts(role: str, parts: Mapping[str, int], wanted: Mapping[str, Any]) -
     if role != "trainer":
         return {part: parts.get(part, 0) for part in ROLE_PARTS[role]}
     remote = {part for other in ROLE_PARTS if other in wanted for part in ROLE_PARTS[other]}
-    return {part: size for part, size in parts.items() if part not in {*ENGINE_PARTS, *remote, BESIDE, "total"}}
-
-
-LEAST_TOKENS = 2048
-"""Below so many tokens in a micro-batch, recomputing layers (`gradient_checkpointing`) costs less than still smaller
-micro-batches: their matrix products are slower, and fewer rows share the prompt of their group."""
-
-MOST_AT_ONCE = 512
-"""Most completions decoded at once. The fewest are `LEAST_AT_ONCE`."""
+    return {part: size for part, size in parts.items() if part not in {*ENGINE_PARTS, *remote, IN_CPU_MEMORY, "total"}}
 
 
 def autos(config: RunConfig) -> dict[str, str]:
@@ -327,8 +324,8 @@ def choose(config: RunConfig, budget: int, memory_of: Callable[[RunConfig], Memo
     unset, replicas = autos(config), ranks // config.backend.ranks_per_row if config.backend else 1
     rows = -(-config.rows_per_update // replicas)
     if "rollout" in unset:
-        completions = min(MOST_AT_ONCE, config.rollout.prompts_per_step * config.rollout.completions_per_prompt)
-        sizes = halves(completions, LEAST_AT_ONCE)
+        completions = min(MOST_CONCURRENT, config.rollout.prompts_per_step * config.rollout.completions_per_prompt)
+        sizes = halves(completions, LEAST_CONCURRENT)
         config = first_fit(["rollout"], ({"rollout": {"max_concurrent_completions": size}} for size in sizes))
     if "train" in unset or "model" in unset:
         row = config.data.max_prompt_tokens + config.rollout.max_completion_tokens
@@ -379,7 +376,7 @@ def chosen_here(config: RunConfig, algorithm: Algorithm, ranks: int) -> RunConfi
     device = device_name(config.model.device)
     if device == "cpu" or config.gpt is not None or config.cluster is not None:
         return config
-    budget = int(free_bytes(device, ranks) * USABLE)
+    budget = int(free_bytes(device, ranks) * USABLE_FRACTION)
 
     def memory_of(changed: RunConfig) -> Memory:
         return memory_by_phase(changed, algorithm, ranks)

@@ -22,7 +22,7 @@ from atomrl.common.memory import readable
 from atomrl.common.threads import adaptive_threads
 from atomrl.config import RunConfig
 from atomrl.data.curriculum import PromptStream
-from atomrl.data.files import pinned
+from atomrl.data.hub import pinned
 from atomrl.data.image_reader import ImageReader
 from atomrl.data.images import ImageStore
 from atomrl.data.problems import DataProcessor

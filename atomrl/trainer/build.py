@@ -184,8 +184,8 @@ def engine_class(rollout: RolloutConfig, path: str, model: ModelConfig) -> tuple
     if rollout.server and not kind.server:
         servers = " or ".join(other for other, engine in ENGINES.items() if engine.server)
         raise ConfigError(f"rollout.server: the engine {name} is not a server; use rollout.engine={servers}")
-    if (way := rollout.server_weights) not in kind.weight_ways:
-        others = " or ".join(other for other, engine in ENGINES.items() if way in engine.weight_ways)
+    if (way := rollout.server_weights) not in kind.weight_transfers:
+        others = " or ".join(other for other, engine in ENGINES.items() if way in engine.weight_transfers)
         raise ConfigError(f"rollout.server_weights={way}: not supported by {name}; use rollout.engine={others}")
     shape = model_config_only(path, model.trust_remote_code)
     check_causal(shape, path)

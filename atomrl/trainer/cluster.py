@@ -18,7 +18,7 @@ from atomrl.config import ClusterConfig, ClusterRole, ConfigError, ResourceConfi
 from atomrl.protocols import Algorithm, needs_teacher
 from atomrl.trainer.auto import ENGINE_PARTS, engine_share, resident_bytes, role_parts
 from atomrl.trainer.build import chosen_class, device_name, in_actors, rank_total
-from atomrl.trainer.memory import GIB, at_once, memory_estimate
+from atomrl.trainer.memory import GIB, memory_estimate, peak_of
 
 
 def cluster_roles(config: RunConfig, algorithm: Algorithm) -> list[ClusterRole]:
@@ -247,7 +247,7 @@ def _device_line(
     sizes: dict[str, int | None] = {}  # bytes of one process of each role; None if unknown
     for role in counts:
         if role != "rollout":
-            sizes[role] = None if role == "reward" else at_once(role_parts(role, parts, wanted))
+            sizes[role] = None if role == "reward" else peak_of(role_parts(role, parts, wanted))
         elif share is None or config.rollout.server:
             sizes[role] = 0 if config.rollout.server else sum(parts[part] for part in ENGINE_PARTS)
         else:

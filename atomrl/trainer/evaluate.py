@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from atomrl.batches import RowBatch
-from atomrl.data.offline import TokenizedSamples
 from atomrl.data.problems import DataProcessor
 from atomrl.data.rows import by_group
+from atomrl.data.tokenized import TokenizedSamples
 from atomrl.engines.requests import generate
 from atomrl.objectives.choice import not_none
 from atomrl.protocols import RewardComputer, RolloutEngine

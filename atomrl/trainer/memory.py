@@ -17,8 +17,8 @@ from atomrl.engines.decoder import lora_columns
 from atomrl.models.gpt import unsupported
 from atomrl.models.loading import compute_dtype, model_config_only
 from atomrl.models.memory import (
-    BESIDE,
     FLOAT32,
+    IN_CPU_MEMORY,
     QUANTIZED,
     Sizes,
     activation_bytes_per_token,
@@ -39,13 +39,13 @@ from atomrl.trainer.build import chosen_class, ranked_kind
 GIB = 2**30
 CONTEXT_GIB = 0.6
 """Memory that the driver and PyTorch take for themselves, on every card."""
-USABLE = 0.92
+USABLE_FRACTION = 0.92
 """Share of the rest that a plan may use: on the H200 12.6 GiB were in use where the formulas say 11.6."""
 DISTRIBUTIONS = 10
 """Elements per logit of a chunk while a divergence of two distributions is computed; its backward pass holds 7.5."""
 SAMPLING = 5
 """Float32 copies of the logits while a token is sampled on a GPU: scores, their exponentials and sums."""
-LEAST_AT_ONCE = 32
+LEAST_CONCURRENT = 32
 """Completions decoded at once, at least, where the number is `auto`: below, decoding takes many times as long."""
 MOMENTS_IN_8_BITS = 2 * (1 + FLOAT32 / 256)
 """Bytes per weight of Adam's two moments in 8 bits: one code each, and a float32 scale per 256 codes."""
@@ -57,8 +57,8 @@ UPDATE = (
 )  # fmt: skip
 TEMPORARY = {"key-value cache", *UPDATE}
 """Parts of `memory_estimate` that are freed after their phase; all others are resident. The cache stays if the engine
-does not sleep during updates (`takes_turns`)."""
-PHASES: Mapping[str, tuple[str, ...]] = {
+does not sleep during updates (`engine_sleeps`)."""
+PARTS_OF_PHASE: Mapping[str, tuple[str, ...]] = {
     "rollout": ("key-value cache",),
     "log-probs": ("log-prob chunk", *GATHERED),
     "update": UPDATE,
@@ -76,7 +76,7 @@ def memory_estimate(
     """Estimate the bytes of each part of a run on one device (rank 0 of several ranks), and the total.
 
     Activations, log-prob chunk and key-value cache are those of rows of maximum length. The memory of the CUDA context
-    and of torch itself is not included. The total adds trainer (`at_once`) and engine, which do not peak at the same
+    and of torch itself is not included. The total adds trainer (`peak_of`) and engine, which do not peak at the same
     time, so it is an upper bound. An engine that uses the trainer's frozen weights (`shares_base`) holds adapters, and
     one dequantized layer if they are quantized.
 
@@ -100,19 +100,15 @@ def memory_estimate(
     assert path is not None, "no estimate for a fresh model"
     shape = shape_of(path, trusted)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if compute is None and (device == "cpu" or torch.cuda.is_available()):
-        compute = compute_dtype(model.dtype, device).itemsize
-    elif compute is None:  # a GPU elsewhere, assumed to have bfloat16
-        compute = 4 if model.dtype == "float32" else 2
+    compute = _compute_bytes(config, device) if compute is None else compute
     total = count_parameters(shape, trusted)
     trained = adapter_parameters(shape, model.lora.rank) if model.lora else trained_parameters(shape, trusted)
     if not model.freeze_vision:
         trained = total
-    row_tokens = config.data.max_prompt_tokens + rollout.max_completion_tokens
-    row_tokens = min(row_tokens, train.max_row_tokens or row_tokens)
-    tokens = max(train.micro_batch_tokens(device), row_tokens)
-    if train.rows_per_micro_batch:
-        tokens = min(tokens, train.rows_per_micro_batch * row_tokens)
+    tokens, row_tokens = _micro_batch(config, device)
+    hidden, _, keys, inner = widths(shape)
+    vocab, layers = text_config(shape).vocab_size, layer_count(shape)
+    cached = _cached_tokens(config)
 
     def activations(shape: Any) -> int:
         sharing = config.backend.activation_ranks if config.backend else 1
@@ -120,18 +116,6 @@ def memory_estimate(
         layers = layer_count(shape)
         return tokens * (layer + layers * checkpoint if model.checkpoints_layers else layers * layer)
 
-    hidden, _, keys, inner = widths(shape)
-    vocab, layers = text_config(shape).vocab_size, layer_count(shape)
-    # Episodes keep their cache between turns: as many again as are decoded. Prompts of waiting rows are not cached.
-    slots = rollout.concurrent_completions * (1 if config.environment is None else 2)
-    cached_rows = min(slots, rollout.prompts_per_step * rollout.completions_per_prompt)
-    cached_prompts = min(cached_rows, rollout.prompts_per_step)
-    cached = cached_rows * rollout.max_completion_tokens + cached_prompts * config.data.max_prompt_tokens
-    chunk = min(CHUNK_ELEMENTS if device == "cpu" else CHUNK_ELEMENTS_ON_GPU, tokens * vocab)
-    # Logits in float32 and their gradient. A compiled kernel stores the gradient in the compute dtype; without one
-    # the entropy needs a third array.
-    eager = device == "cpu" or (config.backend is not None and config.backend.type == "megatron")
-    logit = FLOAT32 * (3 if "entropy" in algorithm.outputs else 2) if eager else FLOAT32 + compute
     stored, temporary = _weight_bytes(model.quantization, compute)
     base = ends(shape) * compute + int((total - ends(shape)) * stored)
     moments = 2 * FLOAT32 if train.optimizer == "adamw" else MOMENTS_IN_8_BITS
@@ -142,7 +126,7 @@ def memory_estimate(
         "optimizer": int(moments * trained),
         "reference": total * compute if "ref_logprobs" in algorithm.needs and not model.lora else 0,
         "activations": activations(shape),
-        "log-prob chunk": chunk * logit,
+        "log-prob chunk": _chunk_bytes(config, algorithm, tokens * vocab, device, compute),
         # The MLP's backward pass is the largest: gradients of gate, up and their product, and temporary weights.
         "backward pass": tokens * compute * (3 * inner + 2 * hidden) + temporary * inner * hidden,
         # New gradients before they are accumulated: of gate and up, and of a tied embedding between its two uses.
@@ -171,7 +155,47 @@ def memory_estimate(
     if config.backend is not None:
         sizes = Sizes(shape, total, trained, compute, stored)
         parts = ranked_kind(config.backend).memory(config.backend, parts, sizes, ranks)
-    return parts | {"total": at_once(parts)}
+    return parts | {"total": peak_of(parts)}
+
+
+def _compute_bytes(config: RunConfig, device: str) -> int:
+    """Return the bytes per element in the forward pass; a GPU elsewhere is assumed to have bfloat16."""
+    if device == "cpu" or torch.cuda.is_available():
+        return compute_dtype(config.model.dtype, device).itemsize
+    return 4 if config.model.dtype == "float32" else 2
+
+
+def _micro_batch(config: RunConfig, device: str) -> tuple[int, int]:
+    """Return the tokens of the largest micro-batch, and of the longest row."""
+    train = config.train
+    row_tokens = config.data.max_prompt_tokens + config.rollout.max_completion_tokens
+    row_tokens = min(row_tokens, train.max_row_tokens or row_tokens)
+    tokens = max(train.micro_batch_tokens(device), row_tokens)
+    if train.rows_per_micro_batch:
+        tokens = min(tokens, train.rows_per_micro_batch * row_tokens)
+    return tokens, row_tokens
+
+
+def _cached_tokens(config: RunConfig) -> int:
+    """Return the tokens in the key-value cache.
+
+    Episodes keep their cache between turns: as many again as are decoded. Prompts of waiting rows are not cached.
+    """
+    rollout = config.rollout
+    slots = rollout.concurrent_completions * (1 if config.environment is None else 2)
+    cached_rows = min(slots, rollout.prompts_per_step * rollout.completions_per_prompt)
+    cached_prompts = min(cached_rows, rollout.prompts_per_step)
+    return cached_rows * rollout.max_completion_tokens + cached_prompts * config.data.max_prompt_tokens
+
+
+def _chunk_bytes(config: RunConfig, algorithm: Algorithm, logits: int, device: str, compute: int) -> int:
+    """Return the bytes of a chunk of logits in float32, and of their gradient.
+
+    A compiled kernel stores the gradient in the compute dtype; without one the entropy needs a third array.
+    """
+    eager = device == "cpu" or (config.backend is not None and config.backend.type == "megatron")
+    logit = FLOAT32 * (3 if "entropy" in algorithm.outputs else 2) if eager else FLOAT32 + compute
+    return min(CHUNK_ELEMENTS if device == "cpu" else CHUNK_ELEMENTS_ON_GPU, logits) * logit
 
 
 def why_two_copies(config: RunConfig, shape: Any, device: str, compute: int) -> str | None:
@@ -252,10 +276,12 @@ def _weight_bytes(quantization: Quantization | None, compute: int) -> tuple[floa
     return (compute, 2 * compute) if quantization is None else (QUANTIZED[quantization], compute)
 
 
-def at_once(parts: Mapping[str, int]) -> int:
+def peak_of(parts: Mapping[str, int]) -> int:
     """Sum the parts that exist at the same time: the log-prob chunk and a layer's backward pass never do."""
     layer = parts.get("backward pass", 0) + parts.get("gathered layers", 0)
-    return sum(size for name, size in parts.items() if name != BESIDE) - min(layer, parts.get("log-prob chunk", 0))
+    return sum(size for name, size in parts.items() if name != IN_CPU_MEMORY) - min(
+        layer, parts.get("log-prob chunk", 0)
+    )
 
 
 @dataclass(frozen=True)
@@ -280,7 +306,7 @@ class Memory:
         return self.process + self.resident + self.phases[self.largest]
 
 
-def takes_turns(config: RunConfig, device: str) -> bool:
+def engine_sleeps(config: RunConfig, device: str) -> bool:
     """Return True if the engine sleeps during updates: if it shares a GPU with the trainer and both do not work at the
     same time."""
     if config.cluster is not None:
@@ -310,18 +336,18 @@ def memory_by_phase(
     path = config.model.path
     assert path is not None
     text = text_config(shape_of(path, config.model.trust_remote_code))
-    phases = {name: at_once({part: parts.get(part, 0) for part in needs}) for name, needs in PHASES.items()}
+    phases = {name: peak_of({part: parts.get(part, 0) for part in needs}) for name, needs in PARTS_OF_PHASE.items()}
     on_gpu = device == "cuda" or (device is None and torch.cuda.is_available())
     if on_gpu and config.kind == "rl":
         phases["rollout"] += sampling_bytes(config, text.vocab_size)
     # Without gradient one layer is held at a time.
     phases["log-probs"] += parts["activations"] // text.num_hidden_layers
-    if config.kind == "rl" and not takes_turns(config, "cuda" if on_gpu else "cpu"):
+    if config.kind == "rl" and not engine_sleeps(config, "cuda" if on_gpu else "cpu"):
         engine = phases["rollout"]
         phases = {name: size + engine * (name != "rollout") for name, size in phases.items()}
     if config.kind != "rl":
         phases = {"update": phases["update"]}
-    resident = sum(size for part, size in parts.items() if part not in {*TEMPORARY, BESIDE, "total"})
+    resident = sum(size for part, size in parts.items() if part not in {*TEMPORARY, IN_CPU_MEMORY, "total"})
     return Memory(resident, phases, 0 if on_gpu else process_memory("VmHWM"))
 
 
@@ -346,7 +372,7 @@ def rank_choices(
 
     def estimate(changed: RunConfig, count: int) -> tuple[int, int]:
         parts = memory_estimate(changed, algorithm, count, device)
-        return parts["total"], parts.get(BESIDE, 0)
+        return parts["total"], parts.get(IN_CPU_MEMORY, 0)
 
     choices = {}
     changes: list[tuple[int, dict[str, Any]]] = [(ranks, {}), (2 * ranks, {})]

@@ -17,9 +17,10 @@ from atomrl.common.metrics import Metrics
 from atomrl.config import ConfigError, PreferenceConfig, RunConfig, SftConfig
 from atomrl.data.curriculum import PromptStream
 from atomrl.data.files import DataError
-from atomrl.data.offline import TokenizedSamples, demonstration_reader, preference_reader
+from atomrl.data.given import demonstration_reader, preference_reader
 from atomrl.data.problems import COMPLETIONS, DataProcessor, LoadReport, load_problems, read_system_prompt
 from atomrl.data.tasks import task_words
+from atomrl.data.tokenized import TokenizedSamples
 from atomrl.engines.requests import eos_token_ids
 from atomrl.models.loading import base_path, model_config_only, resolve_folder
 from atomrl.models.reward_model import Reader

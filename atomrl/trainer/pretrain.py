@@ -13,10 +13,10 @@ from atomrl.common.files import model_identity
 from atomrl.common.metrics import Metrics
 from atomrl.config import ConfigError, PretrainConfig, RunConfig
 from atomrl.data.files import DataError
-from atomrl.data.offline import rows_from_tokens
 from atomrl.data.packing import Example
-from atomrl.data.text import TOKENIZER, TokenFolder
-from atomrl.data.text import Split as TextSplit
+from atomrl.data.token_folder import TOKENIZER, TokenFolder
+from atomrl.data.token_folder import Split as TextSplit
+from atomrl.data.tokenized import rows_from_tokens
 from atomrl.engines.requests import generate
 from atomrl.models.loading import load_tokenizer, resolve_folder
 from atomrl.tracking.checkpoints import tokenizer_identity

@@ -25,15 +25,16 @@ from atomrl.data.checks import repetitions
 from atomrl.data.curriculum import CurriculumState, build_curriculum, check_classes, check_curriculum
 from atomrl.data.images import ImageStore
 from atomrl.data.problems import DataProcessor, load_problems
+from atomrl.data.prompt_lengths import read_lengths, write_lengths
 from atomrl.data.rows import to_rows
-from atomrl.data.stored import read_lengths, write_lengths
 from atomrl.models.loading import compute_dtype, model_config_only, resolve_folder
 from atomrl.models.memory import count_parameters
 from atomrl.objectives.choice import not_none
 from atomrl.pool.store import RolloutPool
 from atomrl.pool.weights import PublishedWeights
 from atomrl.protocols import Algorithm, RewardFunction, RolloutEngine, TrainingBackend, WeightTransfer
-from atomrl.rewards.compute import Rewards, build_rewards, move_models
+from atomrl.rewards.actor import move_models
+from atomrl.rewards.compute import Rewards, build_rewards
 from atomrl.rewards.errors import RewardError
 from atomrl.tracking.checkpoints import tokenizer_identity
 from atomrl.tracking.recorder import Recorder
@@ -53,7 +54,7 @@ from atomrl.trainer.checks.engine import check_correction, check_end, check_engi
 from atomrl.trainer.checks.environment import check_columns, check_environment, check_outcome, with_tools
 from atomrl.trainer.evaluate import evaluate
 from atomrl.trainer.loop import MAX_IDLE_STEPS, Evaluation, Progress
-from atomrl.trainer.memory import rounds_into_engine, takes_turns, why_two_copies
+from atomrl.trainer.memory import engine_sleeps, rounds_into_engine, why_two_copies
 from atomrl.trainer.own_functions.sources import function_sources
 from atomrl.trainer.own_functions.trial import check_own_functions
 from atomrl.trainer.pool_source import PoolSource
@@ -404,7 +405,7 @@ class RLRun(PreparedRun):
             record=run.record,
             config=config,
             progress=progress,
-            sleeper=engine if takes_turns(config, build.device_name(config.model.device)) else None,
+            sleeper=engine if engine_sleeps(config, build.device_name(config.model.device)) else None,
             held_out=HeldOut(engine, held_out, self.rewards) if engine is not None and held_out else None,
             totals=totals,
             says_right=self.rewards.says_right,

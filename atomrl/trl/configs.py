@@ -175,6 +175,19 @@ OWN: Mapping[str, Mapping[str, tuple[str, Any]]] = {
     },
 }  # fmt: skip
 """Kind of trainer -> fields of its config that `TrainingArguments` lacks or has with another default: type, default."""
+SAMPLING_OF_VLLM: Mapping[str, tuple[Any, ...]] = {
+    "temperature": (1.0,), "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,), "stop": (None, []),
+    "stop_token_ids": (None, []), "min_tokens": (0,), "presence_penalty": (0.0,), "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,), "logit_bias": (None,), "bad_words": (None, []), "allowed_token_ids": (None, []),
+    "structured_outputs": (None,), "guided_decoding": (None,), "logits_processors": (None, []), "ignore_eos": (False,),
+}  # fmt: skip
+"""Fields of vLLM's `SamplingParams` that change what is sampled -> values with which they are off. The others are the
+trainer's (`n`, `seed`, `max_tokens`) or select what is returned."""
+_TYPES: Mapping[str, Any] = {
+    "int": int, "float": float, "bool": bool, "str": str, "list[float]": list[float], "list[str]": list[str],
+    "int | None": int | None, "float | None": float | None, "bool | None": bool | None, "str | None": str | None,
+    _NUMBERS: list[float] | None, _NAMES: list[str] | None, _DICT: dict | str | None,
+}  # fmt: skip
 
 
 class _ConfigType(type):
@@ -396,16 +409,6 @@ class TRLConfig(TrainingArguments, metaclass=_ConfigType):
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
-SAMPLING_OF_VLLM: Mapping[str, tuple[Any, ...]] = {
-    "temperature": (1.0,), "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,), "stop": (None, []),
-    "stop_token_ids": (None, []), "min_tokens": (0,), "presence_penalty": (0.0,), "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,), "logit_bias": (None,), "bad_words": (None, []), "allowed_token_ids": (None, []),
-    "structured_outputs": (None,), "guided_decoding": (None,), "logits_processors": (None, []), "ignore_eos": (False,),
-}  # fmt: skip
-"""Fields of vLLM's `SamplingParams` that change what is sampled -> values with which they are off. The others are the
-trainer's (`n`, `seed`, `max_tokens`) or select what is returned."""
-
-
 def _of_vllm(parameters: Any) -> dict[str, Any]:
     """Return the fields of a `SamplingParams` of vLLM that are on, as `generation_kwargs`."""
     values = {name: (getattr(parameters, name, off[0]), off) for name, off in SAMPLING_OF_VLLM.items()}
@@ -438,12 +441,6 @@ def _config_class(name: str, kind: str) -> type[TRLConfig]:
     namespace |= {"__repr__": TRLConfig.__repr__, "__str__": TRLConfig.__repr__}
     return dataclasses.make_dataclass(name, own, bases=(TRLConfig,), namespace=namespace, repr=False)
 
-
-_TYPES: Mapping[str, Any] = {
-    "int": int, "float": float, "bool": bool, "str": str, "list[float]": list[float], "list[str]": list[str],
-    "int | None": int | None, "float | None": float | None, "bool | None": bool | None, "str | None": str | None,
-    _NUMBERS: list[float] | None, _NAMES: list[str] | None, _DICT: dict | str | None,
-}  # fmt: skip
 
 GRPOConfig = _config_class("GRPOConfig", "grpo")
 RLOOConfig = _config_class("RLOOConfig", "rloo")

@@ -10,12 +10,12 @@ from atomrl.planner.gpus import gpu_of
 from atomrl.planner.plan import plan_on
 from atomrl.planner.step_time import step_seconds
 from atomrl.trainer.auto import LEAST_TOKENS, halves
-from atomrl.trainer.memory import LEAST_AT_ONCE
+from atomrl.trainer.memory import LEAST_CONCURRENT
 
 SIZES = ("8GiB", "12GiB", "16GiB", "24GiB", "40GiB", "48GiB", "80GiB", "141GiB")
 MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-1.5B", "meta-llama/Llama-3.2-3B", "Qwen/Qwen2.5-7B")
 ROW = 256 + 512
-AT_ONCE = halves(256, LEAST_AT_ONCE)
+AT_ONCE = halves(256, LEAST_CONCURRENT)
 """Completions at once, the best first."""
 BUDGETS = halves(MOST_TOKENS, ROW)
 UPDATES = [
@@ -63,7 +63,7 @@ def test_auto_takes_the_first_setting_that_fits_and_it_is_close_to_the_fastest(s
     assert same.memory == plan.memory, "the plan is of the numbers that it names"
 
     fitting = [n for n in AT_ONCE if taken(fixed(model, lora, n, True, ROW), "rollout") <= gpu.usable_bytes]
-    assert at_once == [*fitting, LEAST_AT_ONCE][0]
+    assert at_once == [*fitting, LEAST_CONCURRENT][0]
 
     updates = [fixed(model, lora, at_once, *pair) for pair in UPDATES]
     able = [other for other in updates if taken(other, "log-probs", "update") <= gpu.usable_bytes]

@@ -12,7 +12,7 @@ from atomrl.models.memory import known_shape
 from atomrl.trainer import auto as module
 from atomrl.trainer.auto import engine_share, with_engine, with_share
 from atomrl.trainer.checks.engine import check_engine
-from atomrl.trainer.memory import memory_estimate, takes_turns
+from atomrl.trainer.memory import engine_sleeps, memory_estimate
 from tests.arithmetic import arithmetic_run
 from tests.tiny import make_tiny_model
 
@@ -170,11 +170,11 @@ def test_a_share_that_is_given_stays_and_an_engine_with_its_own_gpu_has_most_of_
 
 def test_an_engine_sleeps_while_the_trainer_works_on_the_same_gpu(folder):
     for engine in ("vllm", "native"):
-        assert takes_turns(config_of(folder, rollout={"engine": engine}), "cuda")
-        assert not takes_turns(config_of(folder, rollout={"engine": engine}), "cpu")
-        assert not takes_turns(config_of(folder, rollout={"engine": engine}, asynchronous={}), "cuda")
-    assert takes_turns(config_of(folder, cluster={"placement": "colocated"}), "cuda")
-    assert not takes_turns(config_of(folder, rollout={"engine": "vllm"}, cluster={"placement": "split"}), "cuda")
+        assert engine_sleeps(config_of(folder, rollout={"engine": engine}), "cuda")
+        assert not engine_sleeps(config_of(folder, rollout={"engine": engine}), "cpu")
+        assert not engine_sleeps(config_of(folder, rollout={"engine": engine}, asynchronous={}), "cuda")
+    assert engine_sleeps(config_of(folder, cluster={"placement": "colocated"}), "cuda")
+    assert not engine_sleeps(config_of(folder, rollout={"engine": "vllm"}, cluster={"placement": "split"}), "cuda")
 
 
 def test_a_model_is_cut_over_no_more_gpus_than_there_are_and_each_has_a_part(machine, folder, monkeypatch):

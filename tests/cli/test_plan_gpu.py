@@ -12,7 +12,7 @@ from atomrl.engines.fake import FakeEngine
 from atomrl.engines.hf import HFEngine
 from atomrl.engines.native import NativeEngine
 from atomrl.models.memory import count_parameters, known_shape
-from atomrl.planner.fit import fit, trades
+from atomrl.planner.fit import find_fitting, trades
 from atomrl.planner.gpus import GPUS, gpu_of
 from atomrl.planner.plan import plan_on
 from atomrl.trainer.build import ENGINES
@@ -169,7 +169,7 @@ def test_where_nothing_fits_the_least_memory_and_the_largest_model_are_named(tmp
 @pytest.mark.parametrize("size", ["8GiB", "12GiB", "24GiB", "80GiB"])
 def test_a_fitted_plan_fits_and_each_change_is_needed(size, changes):
     plan = plan_on(load_config(CONFIG, changes), gpu_of(size))
-    fitted = fit(plan)
+    fitted = find_fitting(plan)
     if plan.fits:
         assert fitted == ([], plan)
         return
@@ -235,7 +235,7 @@ def test_a_fit_is_as_fast_as_the_config_for_the_card(path):
     starts = [load_config(path, ["model.lora=null", "model.quantization=null"])]
     starts += [load_config(other, _workload(shipped.config)) for other in others]
     for start in starts:
-        fitted = fit(plan_on(start, gpu))
+        fitted = find_fitting(plan_on(start, gpu))
         assert fitted is not None and fitted[1].fits
         assert (fitted[1].config.model.lora is None and model.lora is not None) or (  # trains all weights: not compared
             fitted[1].step_seconds * fitted[1].config.train.steps

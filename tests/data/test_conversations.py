@@ -11,8 +11,9 @@ from atomrl.config import DataConfig, PreferenceConfig
 from atomrl.data import conversations
 from atomrl.data.conversations import ConversationWriter
 from atomrl.data.files import DataError
-from atomrl.data.offline import TokenizedSamples, demonstration_reader, preference_reader
+from atomrl.data.given import demonstration_reader, preference_reader
 from atomrl.data.problems import DataProcessor, load_problems
+from atomrl.data.tokenized import TokenizedSamples
 from tests.data.templates import FAMILIES, PHI4, QWEN25, family_tokenizer
 from tests.templates import make_tokenizer
 

@@ -12,7 +12,8 @@ import pytest
 
 from atomrl.config import DataConfig
 from atomrl.data.checks import check_data
-from atomrl.data.files import DataError, HubSource, find_hub_source, pinned
+from atomrl.data.files import DataError
+from atomrl.data.hub import HubSource, find_hub_source, pinned
 from atomrl.data.problems import load_problems, read_source
 from tests.arithmetic import arithmetic_run
 from tests.tiny import make_tiny_model

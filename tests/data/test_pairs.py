@@ -8,9 +8,10 @@ import pytest
 
 from atomrl.config import DataConfig, PreferenceConfig
 from atomrl.data.files import DataError
-from atomrl.data.offline import TokenizedSamples, preference_reader
+from atomrl.data.given import preference_reader
 from atomrl.data.problems import DataProcessor, load_problems
 from atomrl.data.tasks import chain_pair, make_chain, task_words
+from atomrl.data.tokenized import TokenizedSamples
 from atomrl.models.tokenizer import make_tokenizer
 
 USER, GOOD, BAD = (

@@ -8,8 +8,8 @@ import pytest
 
 from atomrl.data import tasks as places
 from atomrl.data.files import DataError
-from atomrl.data.offline import TokenizedSamples
 from atomrl.data.tasks import generate, row_split
+from atomrl.data.tokenized import TokenizedSamples
 
 
 def test_every_chain_ends_with_the_largest_place_of_its_country():

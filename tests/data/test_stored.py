@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from atomrl.data import stored
-from atomrl.data.stored import StoredProblems, read_lengths, write_lengths
+from atomrl.data.prompt_lengths import read_lengths, write_lengths
+from atomrl.data.stored import StoredProblems
 from atomrl.types import Problem
 
 VALUES = [

@@ -9,7 +9,8 @@ import torch
 
 from atomrl.cli.main import main
 from atomrl.data.files import DataError
-from atomrl.data.text import TokenFolder, distinct_characters, prepare_tokens, text_chunks
+from atomrl.data.text import distinct_characters, text_chunks
+from atomrl.data.token_folder import TokenFolder, prepare_tokens
 from atomrl.models.tokenizer import char_tokenizer
 from tests.models.test_vocabulary import trained_bpe
 

@@ -18,7 +18,8 @@ from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig, RewardConfig
 from atomrl.models.loading import load_tokenizer
 from atomrl.models.reward_model import load_scalar, save_scalar
-from atomrl.rewards.compute import RewardActor, build_rewards, move_models
+from atomrl.rewards.actor import RewardActor, move_models
+from atomrl.rewards.compute import build_rewards
 from atomrl.rewards.errors import RewardError
 from tests.arithmetic import arithmetic_run, trained_weights
 from tests.rewards.batches import rollouts, values

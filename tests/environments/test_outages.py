@@ -9,9 +9,9 @@ from contextlib import closing
 
 import pytest
 
-from atomrl.common import errors as outages
 from atomrl.common import hangs as progress
-from atomrl.common.errors import Outage, ServiceGone, is_away
+from atomrl.common import outages
+from atomrl.common.outages import Outage, ServiceGone, is_away
 from atomrl.config import EnvironmentConfig
 from atomrl.environments.builtin import retrieve
 from atomrl.environments.pool import EnvironmentPool

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from atomrl.common.errors import ServiceFault
+from atomrl.common.outages import ServiceFault
 from atomrl.config import load_config, read_yaml
 from atomrl.environments import builtin as search
 from atomrl.environments.builtin import INVALID_SEARCH, PROMPT, STOP, action_of, information, search_r1

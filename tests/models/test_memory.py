@@ -19,7 +19,7 @@ from atomrl.models.loading import load_policy, model_config_only, save_model
 from atomrl.models.memory import activation_bytes_per_token, adapter_parameters, memory_metrics
 from atomrl.models.reward_model import load_scalar
 from atomrl.objectives import PolicyObjective
-from atomrl.trainer.memory import at_once, memory_estimate, rank_choices
+from atomrl.trainer.memory import memory_estimate, peak_of, rank_choices
 from tests.models.gpt2 import save_gpt2
 from tests.rollout.test_weights import peak_bytes
 from tests.tiny import make_tiny_model
@@ -85,7 +85,7 @@ def test_a_step_takes_what_the_estimate_says(tmp_path):
 
     of_engine = ("engine weights", "key-value cache", "total")
     parts = memory_estimate(given, algorithm, device="cpu")
-    expected = at_once({name: size for name, size in parts.items() if name not in of_engine})
+    expected = peak_of({name: size for name, size in parts.items() if name not in of_engine})
     assert peak_bytes(work) == pytest.approx(expected, rel=0.1)
 
 

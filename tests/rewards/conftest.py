@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from atomrl.common import errors as outages
+from atomrl.common import outages
 from atomrl.config import RewardConfig
 from atomrl.rewards.compute import Rewards, build_rewards
 

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from atomrl.common.errors import retry_after
+from atomrl.common.outages import retry_after
 from atomrl.config import RewardConfig
 from atomrl.rewards import service as services
 from atomrl.rewards.compute import build_rewards

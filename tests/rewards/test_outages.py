@@ -7,7 +7,7 @@ import json
 import pytest
 
 from atomrl.cli.main import main
-from atomrl.common import errors as outages
+from atomrl.common import outages
 from atomrl.config import RewardConfig
 from atomrl.rewards.compute import build_rewards
 from atomrl.rewards.errors import RewardStop

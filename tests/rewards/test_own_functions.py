@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 
-from atomrl.common import errors as outages
+from atomrl.common import outages
 from atomrl.config import RewardConfig
 from atomrl.rewards.compute import build_rewards, name_functions
 from atomrl.rewards.errors import RewardStop

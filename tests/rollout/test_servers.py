@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from atomrl.common import errors as outages
+from atomrl.common import outages
 from atomrl.engines.http import ServerProcess
 from atomrl.engines.requests import EngineOptions, generate, requests_of
 from atomrl.engines.servers import write_weights

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from atomrl.engines.vllm_worker import PieceHash, Place, whole_hashes
-from atomrl.weight_sync.transfer import row_sums, tensor_hash
+from atomrl.weight_sync.hashes import row_sums, tensor_hash
 
 ROWS, COLUMNS = 12, 8
 

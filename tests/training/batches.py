@@ -40,7 +40,7 @@ def loss(outputs, batch):
         value = value - 0.1 * (batch.loss_weights * outputs.entropy).sum()
         tokens = float(batch.loss_mask.sum())
         metrics["actor/entropy"] = Mean((outputs.entropy.detach() * batch.loss_mask).sum().item(), tokens)
-    return LossOutput(loss=value, metrics=metrics, by_token={"advantage": batch.advantages})
+    return LossOutput(loss=value, metrics=metrics, token_records={"advantage": batch.advantages})
 
 
 def make_algorithm(**changes):

@@ -6,7 +6,6 @@ import torch.distributed as dist
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from atomrl.atoms.logprobs import row_logprobs
-from atomrl.backends.fsdp import parallel_row_logprobs, whole_rows
 from atomrl.backends.megatron_layout import (
     SEVERAL,
     check_shape,
@@ -17,6 +16,7 @@ from atomrl.backends.megatron_layout import (
     layer_names,
     padded_vocabulary,
 )
+from atomrl.backends.vocabulary_parallel import parallel_row_logprobs, whole_rows
 from atomrl.config import ConfigError, MegatronConfig
 from atomrl.models.gpt import GPT
 from tests.training.equality import run_ranks

@@ -8,7 +8,7 @@ import torch
 
 from atomrl.algorithms import ALGORITHMS
 from atomrl.atoms.advantages import group_zscore, leave_one_out_baseline
-from atomrl.config.run import objective_in
+from atomrl.config.objective import objective_in
 from atomrl.data.rows import to_rows, with_advantages
 from atomrl.tools.ui.answers import advantages, answer, line_through
 from atomrl.tools.ui.rollouts import arithmetic, prompt_text, trained_on

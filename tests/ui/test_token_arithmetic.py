@@ -7,7 +7,7 @@ import torch
 
 from atomrl.algorithms import ALGORITHMS
 from atomrl.batches import flat_fields
-from atomrl.config.run import objective_in
+from atomrl.config.objective import objective_in
 from atomrl.protocols import ModelOutputs
 from atomrl.tools.ui.answers import substitute, token
 from tests.algorithms.batches import make_rows, moved_logprobs, training_batch, with_turns

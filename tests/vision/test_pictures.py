@@ -12,9 +12,9 @@ from PIL import Image
 from atomrl.config import DataConfig
 from atomrl.data.curriculum import PromptStream
 from atomrl.data.files import DataError
+from atomrl.data.given import demonstration_reader
 from atomrl.data.image_reader import ImageReader
 from atomrl.data.images import ImageStore
-from atomrl.data.offline import demonstration_reader
 from atomrl.data.pictures import decoded
 from atomrl.data.problems import DataProcessor, load_problems
 from atomrl.models.loading import load_tokenizer, model_config_only
@@ -240,7 +240,7 @@ def test_a_changed_picture_changes_the_data_and_one_that_is_gone_is_in_the_folde
 
 
 def test_demonstrations_have_pictures_in_any_turn_of_others(load):
-    from atomrl.data.offline import TokenizedSamples
+    from atomrl.data.tokenized import TokenizedSamples
 
     conversation = [
         *parts("one.png", text="first?"), {"role": "assistant", "content": "A"},

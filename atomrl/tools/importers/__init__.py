@@ -20,6 +20,28 @@ from atomrl.tools.importers.translation import Translation, gpu_line
 
 LIBRARIES = ("verl", "trl", "openrlhf", "llamafactory", "skyrl")
 SUPPORTED = "supported are verl, TRL, OpenRLHF, LLaMA-Factory and SkyRL, and Python scripts of TRL with atomrl run"
+KEYS: Sequence[tuple[str, set[str]]] = (
+    ("verl", {"actor_rollout_ref"}),
+    ("llamafactory", {"stage", "finetuning_type"}),
+    ("SkyRL's YAML", {"trainer", "generator"}),
+    ("axolotl", {"base_model"}),
+    ("ms-swift", {"rlhf_type"}),
+    ("prime-rl", {"orchestrator"}),
+    *(("NeMo-RL", {key}) for key in ("policy", "cluster", "grpo", "defaults", "checkpointing")),
+)
+"""Library, and keys that are together at the top of its YAML files."""
+CALLS: Mapping[str, str] = {
+    "openrlhf": r"openrlhf|train_ppo_ray",
+    "skyrl": r"\bskyrl|\btrainer\.(policy|algorithm)\.",
+    "verl": r"\b(verl\.|main_ppo|actor_rollout_ref\.)",
+    "ms-swift": r"\b(swift|megatron)\s+(rlhf|sft|pt)\b|swift/cli|--rlhf_type",
+    "axolotl": r"\baxolotl\b",
+    "llamafactory": r"\b(llamafactory-cli|llamafactory)\b",
+    "NeMo-RL": r"\bnemo[_-]rl\b|NeMo-RL|examples/run_(grpo|dpo|sft|rm)",
+    "prime-rl": r"\bprime[_-]rl\b|^\s*\[(orchestrator|trainer|inference|model|deployment)[\].]|\brl\s+@",
+    "trl": r"(^|[\s/])trl\s+\w|trl\.scripts|\.py\b",
+}
+"""Library -> what its scripts call."""
 
 
 @dataclass(frozen=True)
@@ -147,30 +169,6 @@ def library_of(path: Path) -> str:
     if other is None:
         raise ConfigError(f"{path} calls no library that is known: {SUPPORTED}; --from names one of them")
     raise ConfigError(f"{path} is of {other}, which is not supported: {SUPPORTED}")
-
-
-KEYS: Sequence[tuple[str, set[str]]] = (
-    ("verl", {"actor_rollout_ref"}),
-    ("llamafactory", {"stage", "finetuning_type"}),
-    ("SkyRL's YAML", {"trainer", "generator"}),
-    ("axolotl", {"base_model"}),
-    ("ms-swift", {"rlhf_type"}),
-    ("prime-rl", {"orchestrator"}),
-    *(("NeMo-RL", {key}) for key in ("policy", "cluster", "grpo", "defaults", "checkpointing")),
-)
-"""Library, and keys that are together at the top of its YAML files."""
-CALLS: Mapping[str, str] = {
-    "openrlhf": r"openrlhf|train_ppo_ray",
-    "skyrl": r"\bskyrl|\btrainer\.(policy|algorithm)\.",
-    "verl": r"\b(verl\.|main_ppo|actor_rollout_ref\.)",
-    "ms-swift": r"\b(swift|megatron)\s+(rlhf|sft|pt)\b|swift/cli|--rlhf_type",
-    "axolotl": r"\baxolotl\b",
-    "llamafactory": r"\b(llamafactory-cli|llamafactory)\b",
-    "NeMo-RL": r"\bnemo[_-]rl\b|NeMo-RL|examples/run_(grpo|dpo|sft|rm)",
-    "prime-rl": r"\bprime[_-]rl\b|^\s*\[(orchestrator|trainer|inference|model|deployment)[\].]|\brl\s+@",
-    "trl": r"(^|[\s/])trl\s+\w|trl\.scripts|\.py\b",
-}
-"""Library -> what its scripts call."""
 
 
 def _expanded(value: Any) -> Any:

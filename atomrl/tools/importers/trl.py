@@ -625,7 +625,7 @@ def _losses(t: Translation) -> None:
 
 
 @dataclass(frozen=True)
-class Trainer:
+class TrainerKind:
     """One of TRL's trainers."""
 
     called: str
@@ -639,33 +639,34 @@ class Trainer:
     """True if it samples completions."""
 
 
-TRAINERS: Mapping[str, Trainer] = {
-    "grpo": Trainer("GRPO", DEFAULTS, translate_grpo, frozenset({
+TRAINERS: Mapping[str, TrainerKind] = {
+    "grpo": TrainerKind("GRPO", DEFAULTS, translate_grpo, frozenset({
         "scale_rewards", "delta", "importance_sampling_level", "top_entropy_quantile",
     }), samples=True),
-    "rloo": Trainer("RLOO", RLOO_DEFAULTS, translate_rloo, frozenset({
+    "rloo": TrainerKind("RLOO", RLOO_DEFAULTS, translate_rloo, frozenset({
         "normalize_advantages", "reward_clip_range",
     }), samples=True),
-    "sft": Trainer("SFT", SFT_DEFAULTS, translate_sft, frozenset({
+    "sft": TrainerKind("SFT", SFT_DEFAULTS, translate_sft, frozenset({
         "packing", "packing_strategy", "eval_packing", "completion_only_loss", "assistant_only_loss",
         "dataset_text_field", "max_seq_length",
     })),
-    "dpo": Trainer("DPO", DPO_DEFAULTS, translate_dpo, frozenset({
+    "dpo": TrainerKind("DPO", DPO_DEFAULTS, translate_dpo, frozenset({
         "loss_weights", "ld_alpha", "f_divergence_type", "precompute_ref_log_probs", "use_weighting", "discopop_tau",
         "label_smoothing",
     })),
-    "kto": Trainer("KTO", KTO_DEFAULTS, translate_kto, frozenset({"desirable_weight", "undesirable_weight"})),
-    "orpo": Trainer("ORPO", ORPO_DEFAULTS, translate_orpo, frozenset()),
-    "cpo": Trainer("CPO", CPO_DEFAULTS, translate_cpo, frozenset({"cpo_alpha", "simpo_gamma"})),
-    "online_dpo": Trainer("OnlineDPO", ONLINE_DPO_DEFAULTS, translate_online_dpo, frozenset({
+    "kto": TrainerKind("KTO", KTO_DEFAULTS, translate_kto, frozenset({"desirable_weight", "undesirable_weight"})),
+    "orpo": TrainerKind("ORPO", ORPO_DEFAULTS, translate_orpo, frozenset()),
+    "cpo": TrainerKind("CPO", CPO_DEFAULTS, translate_cpo, frozenset({"cpo_alpha", "simpo_gamma"})),
+    "online_dpo": TrainerKind("OnlineDPO", ONLINE_DPO_DEFAULTS, translate_online_dpo, frozenset({
         "missing_eos_penalty", "max_new_tokens",
     }), samples=True),
-    "reward": Trainer("Reward", REWARD_DEFAULTS, translate_reward, frozenset({
+    "reward": TrainerKind("Reward", REWARD_DEFAULTS, translate_reward, frozenset({
         "center_rewards_coefficient",
     })),
-    "ppo": Trainer("PPO", PPO_DEFAULTS, translate_ppo, frozenset(), samples=True),
-    "gkd": Trainer("GKD", GKD_DEFAULTS, translate_gkd, frozenset(), samples=True),
-    "distillation": Trainer("Distillation", DISTILLATION_DEFAULTS, translate_distillation, frozenset(), samples=True),
+    "ppo": TrainerKind("PPO", PPO_DEFAULTS, translate_ppo, frozenset(), samples=True),
+    "gkd": TrainerKind("GKD", GKD_DEFAULTS, translate_gkd, frozenset(), samples=True),
+    "distillation": TrainerKind(
+        "Distillation", DISTILLATION_DEFAULTS, translate_distillation, frozenset(), samples=True),
 }  # fmt: skip
 PROGRAM = r"(^|/)trl$|^trl\.|\.py$"
 OWN = r"(?:.*/)?trl/scripts/(\w+)\.py|trl\.scripts\.(\w+)|(?:.*/)?examples/scripts/(sft|dpo)\.py"
@@ -788,7 +789,7 @@ def _recipe(t: Translation, out: Path) -> None:
         )
 
 
-def _check_names(t: Translation, path: Path, which: Trainer) -> None:
+def _check_names(t: Translation, path: Path, which: TrainerKind) -> None:
     """Refuse an argument that TRL does not have."""
     known = sorted({*t.read_keys, *t.reasons, *t.defaults, *OF_ALL})
     for name in t.unread:

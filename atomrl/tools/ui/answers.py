@@ -27,7 +27,7 @@ from atomrl.atoms.advantages import group_std
 from atomrl.common.functions import imports_forbidden
 from atomrl.common.yaml_files import parse_yaml
 from atomrl.config import ConfigError, RunConfig, load_config, merge_trees
-from atomrl.config.run import objective_in, setting_in
+from atomrl.config.objective import objective_in, setting_in
 from atomrl.config.six_sections import is_alternative_layout, translate
 from atomrl.config.texts import mark_texts
 from atomrl.data.rows import to_rows, with_advantages
@@ -324,7 +324,7 @@ class _Lines:
         more: dict[str, Any] = _fields(made, symbols["A"])
         # Statistics of the group apply only where the equation takes the rewards as they are.
         if (
-            not made.by_token
+            not made.uses_token_rewards
             and not self.objective.shaping.changes_rewards
             and self.objective.kl.applied_to != "reward"
         ):
@@ -336,7 +336,7 @@ class _Lines:
                 "mean_{j in group, j != i} r_j": others,
             }  # fmt: skip
         values = self.row.get("values")
-        if made.by_token and values is not None:
+        if made.uses_token_rewards and values is not None:
             later = (self.mask[0, self.at + 1 :]).nonzero()
             following = self._at(values, self.at + 1 + int(later[0])) if len(later) else 0.0
             more |= {"V_{i,t+1}": following, "V_{i,t}": self._at(values)}

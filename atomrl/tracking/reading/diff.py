@@ -28,6 +28,8 @@ CONTEXT = 60
 Key = tuple[str, int]
 """(prompt id, index) of a completion in its step."""
 Rows = Mapping[Key, Mapping[str, Any]]
+RowDifference = tuple[str, int | None] | None
+"""(description, index of the token) of a difference between two completions; None if they are equal."""
 
 
 @dataclass(frozen=True)
@@ -233,10 +235,6 @@ def _prompts(one: Rows, other: Rows) -> tuple[str, Key] | None:
                 texts = _divergence(str(row.get(name)), str(other[key].get(name)))
                 return (texts if name == "prompt" else f"{name} of {key[0]}:\n{texts}"), key
     return None
-
-
-RowDifference = tuple[str, int | None] | None
-"""(description, index of the token) of a difference between two completions; None if they are equal."""
 
 
 def _tokens(one: Mapping[str, Any], other: Mapping[str, Any], tolerance: float) -> RowDifference:
