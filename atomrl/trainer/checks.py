@@ -609,6 +609,11 @@ def check_image_engine(config: RunConfig) -> None:
             f"rollout.engine={config.rollout.engine}: {engine.__name__} does not take pictures, and the data have "
             f"some: use rollout.engine={others}"
         )
+    if not config.rollout.server:
+        with reraise_as(ConfigError, f"rollout.engine={config.rollout.engine}, with pictures", ImportError):
+            engine.check_version(engine.images_version)
+    if reason := engine.image_refusal(train_sampling(config)):
+        raise ConfigError(f"rollout.{reason}")
 
 
 def check_images(config: RunConfig, images: ImageStore | None, algorithm: Algorithm, path: str | None) -> None:
