@@ -55,6 +55,7 @@ OWN_ARGUMENTS = {
     "max_logprobs": "rollout.logprobs_over",
     "enable_sleep_mode": "",
     "worker_extension_cls": "",
+    "mm_device_do_normalize": "",
 }
 """vLLM arguments that AtomRL sets itself -> the config key that decides them ("" for none)."""
 
@@ -243,6 +244,8 @@ class VLLMEngine(RequestEngine):
             "disable_log_stats": True,
             "worker_extension_cls": WORKER_EXTENSION,
         }
+        if options.images is not None:  # its pictures come normalized
+            arguments["mm_device_do_normalize"] = False
         with launcher_hidden(), _preserved_rng(options.device), worker_threads(options):
             llm = LLMEngine.from_engine_args(EngineArgs(**arguments | dict(options.engine_args)))
         torch.set_num_threads = set_threads  # on a CPU vLLM replaces it by a function that does nothing

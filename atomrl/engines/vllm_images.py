@@ -1,7 +1,8 @@
 """Pictures in requests to vLLM, in process (`multimodal`) and over HTTP (`features`).
 
 vLLM gets the tokens of the row, each picture's included, and the patches that the trainer reads. It neither expands
-places nor resizes pictures again: given expanded tokens and a picture, it expands them once more without an error.
+places nor resizes pictures again: given expanded tokens and a picture, it expands them once more without an error. It
+would also normalize the patches again, which `mm_device_do_normalize` turns off.
 Needs vLLM 0.32 or later.
 """
 

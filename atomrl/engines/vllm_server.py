@@ -91,6 +91,8 @@ class VLLMServerEngine(ServerEngine):
             words += ["--enable-lora", "--max-lora-rank", str(rank)]
         if options.trust_remote_code:
             words.append("--trust-remote-code")
+        if options.images is not None:  # its pictures come normalized
+            words.append("--no-mm-device-do-normalize")
         return words + as_flags(options.engine_args, negative=True), environment
 
     async def _check_server(self, server: Server) -> None:
@@ -109,6 +111,11 @@ class VLLMServerEngine(ServerEngine):
             raise RuntimeError(
                 f"{server.name} does not return log-probs of the sampling distribution: start it with "
                 f"--logprobs-mode {logprobs_mode(False)} --max-logprobs -1"
+            )
+        multimodal = model.get("multimodal_config") or {}
+        if self.options.images is not None and multimodal.get("mm_device_do_normalize") is not False:
+            raise RuntimeError(
+                f"{server.name} normalizes pictures that are normalized: start it with --no-mm-device-do-normalize"
             )
         if self.options.lora_rank and (lora is None or lora["max_lora_rank"] < self.options.lora_rank):
             raise RuntimeError(

@@ -55,7 +55,8 @@ def test_log_probs_of_vllm_and_trainer_agree(case):
     """With one picture, two of different sizes, and none; the prompt's tokens are those of the row."""
     for trajectory, prompt in zip(case.trajectories[::2], case.prompts, strict=True):
         assert trajectory.token_ids[: trajectory.prompt_tokens] == prompt.token_ids
-    assert case.difference() < 1e-5
+    difference = case.difference()
+    assert difference < 1e-5
 
 
 def test_tokens_of_pictures_are_never_sampled(case):
@@ -77,7 +78,7 @@ def test_a_trained_tower_forgets_the_features_before(case):
     for trajectory in trajectories:
         tokens = torch.tensor([trajectory.token_ids])
         hidden = policy.forward_hidden(tokens, [trajectory.problem.images])
-        logits = hidden[0] @ policy.head.weight.T
+        logits = hidden[0] @ policy.head_weight.T
         drawn = torch.log_softmax(logits, -1)[trajectory.prompt_tokens - 1 : -1]
         own = drawn.gather(-1, torch.tensor(response(trajectory))[:, None])[:, 0]
         assert logprobs_of(trajectory) == pytest.approx(own.tolist(), abs=1e-5)
