@@ -251,3 +251,15 @@ def test_skyrl_counts_prompts_in_its_mini_batches(tmp_path: Path) -> None:
     assert (imported.config.train.rows_per_update, imported.config.rollout.prompts_per_step) == (32, 16)
     assert (imported.gpus, imported.tree["algorithm"]["kl"]["coefficient"]) == (2, 0.001)
     assert [line.partition("=")[0] for line in imported.to_do] == ["zzz.y"]
+
+
+def test_pictures_are_those_of_their_column(tmp_path: Path) -> None:
+    verl = read(tmp_path, f"{PPO} data.image_key=pics actor_rollout_ref.rollout.limit_images=4")
+    assert (verl.tree["data"]["images_field"], verl.tree["model"]["freeze_vision"]) == ("pics", False)
+    adapted = read(tmp_path, f"{PPO} data.image_key=images actor_rollout_ref.model.lora_rank=8")
+    assert "freeze_vision" not in adapted.tree["model"]
+    openrlhf = f"{OPENRLHF} --reward.remote_url r.py --data.image_key images --actor.freeze_visual_encoder"
+    assert read(tmp_path, openrlhf).tree["model"]["freeze_vision"] is True
+    llama = read(tmp_path, f"{LLAMA}stage: sft\nfinetuning_type: full\nimage_max_pixels: 9000")
+    assert (llama.tree["data"]["max_pixels"], llama.tree["data"]["min_pixels"]) == (9000, 1024)
+    assert llama.tree["model"]["freeze_vision"] is True

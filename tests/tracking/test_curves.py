@@ -24,4 +24,7 @@ def test_several_runs_are_drawn_in_one_picture(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "a")  # names that are alike are told apart by their paths
     (tmp_path / "b").mkdir()
     first.rename(tmp_path / "b" / "y")
-    assert list(compared([Run(second), Run(tmp_path / "b" / "y")])["Reward"]) == [str(second), str(tmp_path / "b" / "y")]
+    assert list(compared([Run(second), Run(tmp_path / "b" / "y")])["Reward"]) == [
+        str(second),
+        str(tmp_path / "b" / "y"),
+    ]

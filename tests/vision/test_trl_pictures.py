@@ -12,7 +12,13 @@ from tests.tiny_vision import make_tiny_vision_model, picture
 
 ASKED = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what colour?"}]}
 ANSWER = {"role": "assistant", "content": [{"type": "text", "text": "red"}]}
-SMALL = {"max_steps": 1, "per_device_train_batch_size": 2, "use_cpu": True, "learning_rate": 0.01, "save_strategy": "no"}
+SMALL = {
+    "max_steps": 1,
+    "per_device_train_batch_size": 2,
+    "use_cpu": True,
+    "learning_rate": 0.01,
+    "save_strategy": "no",
+}
 
 
 class Processor:
