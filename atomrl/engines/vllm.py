@@ -109,8 +109,8 @@ def uncut_logprobs(sampling: SamplingParams) -> str | None:
     if sampling.logprobs_over != "vocabulary" or sampling.temperature in (0, 1):
         return None
     return (
-        f"logprobs_over=vocabulary: at temperature={sampling.temperature:g} vLLM returns log-probs over the tokens that "
-        "may be sampled, and those of pictures may not: use temperature=1, logprobs_over=kept, or the hf engine"
+        f"logprobs_over=vocabulary: at temperature={sampling.temperature:g} vLLM returns log-probs over the tokens "
+        "that may be sampled, and those of pictures may not: use temperature=1, logprobs_over=kept, or the hf engine"
     )
 
 

@@ -1,4 +1,4 @@
-"""Pictures in vLLM, in this process, in a Ray actor and behind its server: it reads the tokens and patches of the trainer."""
+"""Pictures in vLLM, in this process, in a Ray actor and behind its server: it reads what the trainer reads."""
 
 from __future__ import annotations
 
