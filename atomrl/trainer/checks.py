@@ -609,6 +609,8 @@ def check_image_engine(config: RunConfig) -> None:
             f"rollout.engine={config.rollout.engine}: {engine.__name__} does not take pictures, and the data have "
             f"some: use rollout.engine={others}"
         )
+    if engine.package and config.cluster is not None:
+        raise ConfigError(f"cluster: {engine.__name__} takes pictures in the trainer's process alone; remove cluster")
     if not config.rollout.server:
         with reraise_as(ConfigError, f"rollout.engine={config.rollout.engine}, with pictures", ImportError):
             engine.check_version(engine.images_version)
