@@ -71,7 +71,7 @@ def train(
 
     from atomrl.config import load_config
     from atomrl.trainer import prepare_run, run_to_end
-    from atomrl.trainer.own_functions import check_functions, with_functions
+    from atomrl.trainer.own_functions.passed import check_functions, with_functions
 
     check_functions(reward, advantage, rewards, callbacks)
     loaded = load_config(config, overrides)

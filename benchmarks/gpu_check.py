@@ -252,7 +252,7 @@ class Bench:
     def backend(self, lora: bool = True, **model: Any) -> Any:
         """A trainer."""
         from atomrl.algorithms.grpo import GRPO
-        from atomrl.backends.base import LocalBackend
+        from atomrl.backends.local import LocalBackend
         from atomrl.config import ModelConfig, TrainConfig
 
         dtype = str(self.dtype).removeprefix("torch.")

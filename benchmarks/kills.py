@@ -121,7 +121,7 @@ def die_on_call(owner: Any, name: str, number: int, where: Callable[..., bool] =
 
 def announce_phases(pipe: int) -> None:
     """Write a line to the pipe as each phase begins and ends."""
-    from atomrl.backends.base import LocalBackend
+    from atomrl.backends.local import LocalBackend
     from atomrl.rewards.compute import Rewards
     from atomrl.trainer import loop as sync
     from atomrl.trainer import sources as groups

@@ -72,7 +72,7 @@ def measure(folder: Path, base: str) -> dict[str, int]:
     import peft  # noqa: F401
 
     import atomrl
-    from atomrl.models.memory import process_memory
+    from atomrl.common.memory import process_memory
     from atomrl.trainer import rl
 
     imported, held = process_memory("VmRSS"), list[int]()
@@ -93,7 +93,7 @@ def measure(folder: Path, base: str) -> dict[str, int]:
 
     atomrl.train(config, reward=reward)
     from atomrl.config import load_config
-    from atomrl.trainer import planning
+    from atomrl.planner import planning
     from atomrl.trainer.build import algorithm_of
 
     loaded = load_config(config | {"reward": {"functions": [{"function": "strict_math"}]}})

@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from atomrl.algorithms.grpo import GRPO
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.batches import TrainingBatch
 from atomrl.config import ModelConfig, TrainConfig
 from atomrl.models import attention as shared_prefix

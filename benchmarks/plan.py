@@ -18,9 +18,9 @@ from typing import Any
 from atomrl.config import RunConfig, load_config, merge_trees
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import load_tokenizer, save_model
+from atomrl.planner.forecast import forecast
+from atomrl.planner.probe import measure
 from atomrl.trainer import prepare_run
-from atomrl.trainer.planning import forecast
-from atomrl.trainer.probe import measure
 
 ROOT = Path(__file__).parents[1]
 WARM = "runs/quickstart-warm-start/model"

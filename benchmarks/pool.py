@@ -45,7 +45,7 @@ import torch  # noqa: E402
 
 from atomrl.config import PoolConfig  # noqa: E402
 from atomrl.data.rows import by_group  # noqa: E402
-from atomrl.trainer.pool_store import Held, RolloutPool  # noqa: E402
+from atomrl.pool.store import Held, RolloutPool  # noqa: E402
 from atomrl.types import Problem, Prompt, SamplingParams, Segment, Trajectory  # noqa: E402
 
 LEASE_S = 5.0

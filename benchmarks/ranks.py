@@ -43,9 +43,10 @@ from torch._C._distributed_c10d import TCPStore
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from atomrl.algorithms import objective_of
-from atomrl.backends.base import BaseBackend, LocalBackend
+from atomrl.backends.base import BaseBackend
 from atomrl.backends.fsdp import FSDPBackend
 from atomrl.backends.group import Ranks
+from atomrl.backends.local import LocalBackend
 from atomrl.backends.ranks import rank_device
 from atomrl.batches import TrainingBatch
 from atomrl.config import FSDPConfig, ModelConfig, RunConfig, TrainConfig, load_config

@@ -59,7 +59,7 @@ def save_tokenizer(folder: Path) -> None:
 def make_atomrl_step(folder: Path, workload: str, arguments: argparse.Namespace):
     """A function that runs step n of AtomRL's loop and returns (seconds, tokens drawn, seconds by phase)."""
     from atomrl.algorithms import objective_of
-    from atomrl.backends.base import LocalBackend
+    from atomrl.backends.local import LocalBackend
     from atomrl.config import load_config
     from atomrl.data.problems import DataProcessor, PromptStream
     from atomrl.models.loading import load_tokenizer

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from atomrl.algorithms.grpo import GRPO
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.batches import TrainingBatch, select_rows
 from atomrl.config import ModelConfig, TrainConfig
 from atomrl.models.loading import compute_dtype, has_bfloat16

@@ -2,7 +2,7 @@
 
 import os
 
-from atomrl.common.processes import send_answer
+from atomrl.common.workers import send_answer
 
 
 def serve(connection):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from atomrl.config import ConfigError, load_config
-from atomrl.config.loading import TABLE, is_alternative_layout, translate
+from atomrl.config.six_sections import TABLE, is_alternative_layout, translate
 
 BASE = {
     "model_config": {"model_name_or_path": "m", "use_lora": True},

@@ -26,11 +26,11 @@ from atomrl.engines.requests import eos_token_ids, generate
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import load_policy, load_tokenizer, save_model
 from atomrl.models.tokenizer import make_tokenizer
+from atomrl.pool.codec import decode, encode
 from atomrl.rewards.compute import build_rewards
 from atomrl.tracking.checkpoints import config_changes, stopping_changes
 from atomrl.trainer import prepare_run
 from atomrl.trainer.build import build_engine, started
-from atomrl.trainer.pool_codec import decode, encode
 from atomrl.types import Problem, Prompt, SamplingParams
 from tests import templates
 from tests.data.templates import ALPACA, CHATML, FAMILIES, PHI4, family_tokenizer

@@ -20,7 +20,7 @@ from atomrl.config import (
     parse_overrides,
     read_yaml,
 )
-from atomrl.config.loading import foreign_names
+from atomrl.config.keys import foreign_names
 from atomrl.objectives import PolicyObjective
 from atomrl.objectives.policy_loss import CISPOClip
 from tools import config_keys

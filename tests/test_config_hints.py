@@ -3,7 +3,7 @@
 import pytest
 
 from atomrl.config import ConfigError, known_keys, load_config
-from atomrl.config.loading import suggestion
+from atomrl.config.keys import suggestion
 
 
 @pytest.mark.parametrize(

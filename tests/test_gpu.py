@@ -14,7 +14,7 @@ from atomrl.engines.native import NativeEngine
 from atomrl.engines.requests import EngineOptions, generate
 from atomrl.models.attention import states_before
 from atomrl.models.loading import load_policy
-from atomrl.trainer.planning import free_bytes
+from atomrl.trainer.auto import free_bytes
 from atomrl.types import SamplingParams
 from tests.conformance.test_backends import make_local
 from tests.engines import logprobs_of, prompts_of, response

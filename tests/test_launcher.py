@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from atomrl.common.processes import WorkerProcess, launched, launcher_hidden, unmet_request, without_launcher
+from atomrl.common.launchers import launched, launcher_hidden, unmet_request, without_launcher
+from atomrl.common.workers import WorkerProcess
 from atomrl.engines.http import ServerProcess
 
 TORCHRUN = {

@@ -14,7 +14,7 @@ from atomrl.objectives.advantage import AdvantageInputs, AdvantagesAndReturns
 from atomrl.objectives.policy_loss import PolicyInputs
 from atomrl.objectives.token_weights import FilterInputs, RolloutInputs
 from atomrl.rewards.calling import columns_of
-from atomrl.trainer.own_functions import check_own_functions
+from atomrl.trainer.own_functions.trial import check_own_functions
 from atomrl.types import Problem, Segment, Trajectory
 
 ROOT = Path(__file__).parents[1]

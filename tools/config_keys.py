@@ -16,6 +16,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -31,7 +32,7 @@ from pydantic_core import PydanticUndefined
 from atomrl.algorithms import ALGORITHMS, PREFERENCES, objective_of
 from atomrl.config import RewardItem, RunConfig
 from atomrl.objectives import PolicyObjective, PreferenceObjective
-from atomrl.objectives.base import choices_of
+from atomrl.objectives.overrides import choices_of
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "atomrl" / "tools" / "ui" / "static" / "keys.json"
@@ -177,17 +178,21 @@ def kind_of(field: FieldInfo) -> dict[str, Any]:
 
 def docstrings(section: type[BaseModel]) -> dict[str, str]:
     """Return the docstring below each field of a class, on one line."""
+    bases = [base for base in reversed(section.__mro__) if issubclass(base, BaseModel) and base is not BaseModel]
+    return {name: about for base in bases for name, about in _own_docstrings(base).items()}
+
+
+@cache
+def _own_docstrings(section: type[BaseModel]) -> dict[str, str]:
+    """`docstrings` of the fields that the class itself adds."""
     found: dict[str, str] = {}
-    for base in reversed(section.__mro__):
-        if not issubclass(base, BaseModel) or base is BaseModel:
+    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    for one, following in zip(body.body, body.body[1:], strict=False):
+        if not (isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)):
             continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for one, following in zip(body.body, body.body[1:], strict=False):
-            if not (isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)):
-                continue
-            if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
-                found[one.target.id] = " ".join(str(following.value.value).split())
+        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
+            found[one.target.id] = " ".join(str(following.value.value).split())
     return found
 
 

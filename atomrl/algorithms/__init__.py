@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.objectives import PolicyObjective, PreferenceObjective
-from atomrl.objectives.base import check_name
+from atomrl.objectives.overrides import check_name
 
 Kind = TypeVar("Kind", PolicyObjective, PreferenceObjective)
 

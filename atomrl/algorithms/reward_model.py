@@ -13,7 +13,8 @@ from atomrl.atoms.preference_losses import bradley_terry_loss, reward_centring_l
 from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch
 from atomrl.common.metrics import Mean, Sum
 from atomrl.common.threads import to_device
-from atomrl.objectives.base import MINIMISE, Formulation, Goal, SupervisedObjective, not_none
+from atomrl.objectives.choice import not_none
+from atomrl.objectives.objective import MINIMISE, Formulation, Goal, SupervisedObjective
 from atomrl.objectives.preference_loss import AtLeast0, complete, labels_of, pair_rows
 from atomrl.protocols import NOTHING, LossOutput, ModelOutputs, Output, RowUnit
 

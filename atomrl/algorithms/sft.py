@@ -13,7 +13,8 @@ from atomrl.atoms.masks import masked_sum
 from atomrl.atoms.policy_losses import token_mean, weighted_sum
 from atomrl.batches import TrainingBatch
 from atomrl.common.metrics import Mean
-from atomrl.objectives.base import MINIMISE, Formulation, Goal, SupervisedObjective, not_none
+from atomrl.objectives.choice import not_none
+from atomrl.objectives.objective import MINIMISE, Formulation, Goal, SupervisedObjective
 from atomrl.protocols import LossOutput, ModelOutputs
 
 

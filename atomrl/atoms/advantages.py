@@ -47,14 +47,14 @@ def _as_tensor(values: object, name: str) -> Tensor:
     return values.detach()
 
 
-def _as_floats(values: object, name: str = "rewards") -> Tensor:
+def as_floats(values: object, name: str = "rewards") -> Tensor:
     """Detach, and convert integers and bools to floats."""
     values = _as_tensor(values, name)
     return values if values.is_floating_point() else values.to(torch.get_default_dtype())
 
 
 def _statistics(rewards: object, group_ids: object) -> _Statistics:
-    floats = _as_floats(rewards)
+    floats = as_floats(rewards)
     exact = floats.double()
     present = ~exact.isnan()
     names, index = torch.unique(_as_tensor(group_ids, "group_ids"), return_inverse=True)
@@ -163,7 +163,7 @@ def raw_reward(rewards: Rewards, group_ids: Ids) -> PerRow:
         >>> raw_reward(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]))
         tensor([1., 0.])
     """
-    return _as_floats(rewards).clone()
+    return as_floats(rewards).clone()
 
 
 @atom(
@@ -192,7 +192,7 @@ def group_mean_baseline(rewards: Rewards, group_ids: Ids, missing: Missing = "ze
         >>> group_mean_baseline(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0, 0, 7]))
         tensor([ 0.5000, -0.5000,  0.0000])
     """
-    rewards = _as_floats(rewards)
+    rewards = as_floats(rewards)
     exact = rewards.double()
     return _filled(exact - group_mean(exact, group_ids), rewards, missing)
 
@@ -222,7 +222,7 @@ def leave_one_out_baseline(rewards: Rewards, group_ids: Ids, missing: Missing = 
         >>> leave_one_out_baseline(torch.tensor([1.0, 0.0, 0.0, 5.0]), torch.tensor([0, 0, 0, 7]))
         tensor([ 1.0000, -0.5000, -0.5000,  0.0000])
     """
-    rewards = _as_floats(rewards)
+    rewards = as_floats(rewards)
     exact = rewards.double()
     return _filled(exact - leave_one_out_mean(exact, group_ids), rewards, missing)
 
@@ -253,7 +253,7 @@ def group_zscore(rewards: Rewards, group_ids: Ids, eps: float = 1e-6, missing: M
         >>> group_zscore(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]))
         tensor([ 0.7071, -0.7071,  0.0000,  0.0000])
     """
-    rewards = _as_floats(rewards)
+    rewards = as_floats(rewards)
     exact = rewards.double()
     centred = group_mean_baseline(exact, group_ids, missing)
     return standardised(centred, group_std(exact, group_ids), eps).to(rewards.dtype)
@@ -318,7 +318,7 @@ def maxrl_advantage(rewards: Rewards, group_ids: Ids, eps: float = 0.0) -> PerRo
     """
     if eps < 0:
         raise ValueError(f"eps must not be negative, got {eps}")
-    rewards = _as_floats(rewards)
+    rewards = as_floats(rewards)
     mean = group_mean(rewards.double(), group_ids)
     centred = group_mean_baseline(rewards.double(), group_ids)
     return (centred / torch.where(mean > 0, mean + eps, torch.inf)).to(rewards.dtype)
@@ -369,7 +369,7 @@ def best_minus_second(rewards: Rewards, group_ids: Ids) -> PerRow:
         >>> best_minus_second(torch.tensor([1.0, 0.25, 0.0, 5.0]), torch.tensor([0, 0, 0, 7]))
         tensor([0.7500, 0.0000, 0.0000, 0.0000])
     """
-    rewards = _as_floats(rewards)
+    rewards = as_floats(rewards)
     exact = rewards.double()
     names, index = torch.unique(group_ids, return_inverse=True)
     lowest = exact.new_full((len(names),), -torch.inf)
@@ -420,7 +420,7 @@ def best_of_k(rewards: Rewards, group_ids: Ids, k: int) -> PerRow:
     """
     if k < 1:
         raise ValueError(f"k={k} must be at least 1")
-    rewards = _as_floats(rewards)
+    rewards = as_floats(rewards)
     exact = rewards.double()
     advantages = torch.zeros_like(exact)
     for group in torch.unique(group_ids):
@@ -467,7 +467,7 @@ def length_weighted_baseline(rewards: Rewards, lengths: Ids, group_ids: Ids) -> 
         >>> length_weighted_baseline(torch.tensor([1.0, 0.0]), torch.tensor([1, 3]), torch.tensor([0, 0]))
         tensor([ 0.7500, -0.2500])
     """
-    rewards = _as_floats(rewards)
+    rewards = as_floats(rewards)
     exact, weights = rewards.double(), lengths.double()
     names, index = torch.unique(group_ids, return_inverse=True)
     zeros = exact.new_zeros(len(names))

@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from atomrl.atoms import atom
-from atomrl.atoms.advantages import _as_floats
+from atomrl.atoms.advantages import as_floats
 from atomrl.atoms.masks import Ids, Mask, PerRow, PerToken, PerTurn, TokenIds, TokenRewards, TurnIds
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -63,8 +63,8 @@ def gae(rewards: TokenRewards, values: PerToken, mask: Mask, gamma: float = 1.0,
     """
     if not 0 <= gamma <= 1:
         raise ValueError(f"gamma must be between 0 and 1, got {gamma}")
-    rewards = _as_floats(rewards).masked_fill(~mask, 0.0)
-    values = _as_floats(values, "values").masked_fill(~mask, 0.0)
+    rewards = as_floats(rewards).masked_fill(~mask, 0.0)
+    values = as_floats(values, "values").masked_fill(~mask, 0.0)
     next_value = advantage = values.new_zeros(len(values))
     columns = []
     for t in reversed(range(values.shape[1])):
@@ -122,7 +122,7 @@ def discounted_returns(rewards: TokenRewards, mask: Mask, gamma: float = 1.0) ->
         >>> discounted_returns(torch.tensor([[0.0, 9.0, 1.0]]), torch.tensor([[True, False, True]]), gamma=0.5)
         tensor([[0.5000, 0.0000, 1.0000]])
     """
-    rewards = _as_floats(rewards)
+    rewards = as_floats(rewards)
     return gae(rewards, torch.zeros_like(rewards), mask, gamma, lam=1.0)["returns"]
 
 
@@ -141,7 +141,7 @@ def turn_totals(values: TokenRewards, turn_ids: TokenIds) -> PerTurn:
         >>> turn_totals(torch.tensor([[9.0, 1.0, 9.0, 2.0, 3.0]]), torch.tensor([[-1, 0, -1, 1, 1]]))
         tensor([[1., 5.]])
     """
-    values = _as_floats(values)
+    values = as_floats(values)
     place = turn_ids.clamp(min=0)
     own = turn_ids >= 0
     zeros = values.new_zeros(len(values), _turns(turn_ids))
@@ -216,7 +216,7 @@ def turn_returns(rewards: PerTurn, gamma: float = 1.0) -> PerTurn:
     """
     if not 0 <= gamma <= 1:
         raise ValueError(f"gamma must be between 0 and 1, got {gamma}")
-    rewards = _as_floats(rewards)
+    rewards = as_floats(rewards)
     later, columns = rewards.new_zeros(len(rewards)), []
     for turn in reversed(range(rewards.shape[1])):
         later = rewards[:, turn].nan_to_num(0.0) + gamma * later

@@ -5,7 +5,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from atomrl.atoms import atom
-from atomrl.atoms.advantages import _as_floats
+from atomrl.atoms.advantages import as_floats
 from atomrl.atoms.masks import Ids, Mask, PerRow, PerToken, Rewards, TokenRewards
 
 
@@ -50,7 +50,7 @@ def clipped_reward(rewards: Rewards, low: float, high: float) -> PerRow:
     """
     if low > high:
         raise ValueError(f"low={low} is above high={high}")
-    return _as_floats(rewards).clamp(low, high)
+    return as_floats(rewards).clamp(low, high)
 
 
 @atom(
@@ -135,7 +135,7 @@ def reward_at_last_token(rewards: Rewards, mask: Mask) -> PerToken:
     """
     written = mask.cumsum(1)
     last = mask & (written == written[:, -1:])
-    return torch.where(last, _as_floats(rewards)[:, None], 0.0)
+    return torch.where(last, as_floats(rewards)[:, None], 0.0)
 
 
 @atom("r'_t = r_t - beta m_t kl_t", paper="Ziegler et al., arXiv:1909.08593, equation 2")
@@ -158,4 +158,4 @@ def kl_penalised_reward(
         tensor([[-0.0500,  0.9500]])
     """
     kl = kl.detach() if mask is None else kl.detach().masked_fill(~mask, 0.0)
-    return _as_floats(token_rewards, "token_rewards") - coefficient * kl
+    return as_floats(token_rewards, "token_rewards") - coefficient * kl

@@ -1,25 +1,27 @@
-"""The training step that all back ends share, and the one-process back end.
+"""The training step that all back ends share.
 
 `BaseBackend` splits a batch into micro-batches, accumulates gradients, steps the optimizers and retries with smaller
 micro-batches when memory runs out. A subclass decides where weights are stored: how the model of a role is loaded,
-saved, and sent to an engine. `LocalBackend` stores them on one device.
+saved, and sent to an engine (`local.LocalBackend`: on one device).
 """
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from atomrl.atoms.logprobs import head_logits, row_logprobs
 from atomrl.atoms.natural_gradient import fisher_vector_product, flat
+from atomrl.backends.collective import Collective
 from atomrl.backends.optimizer import Optimizer
+from atomrl.backends.roles import SOURCES, TRAINED, Role, RoleName, enable_checkpointing, sources
+from atomrl.backends.token_recorder import TokenRecorder
 from atomrl.batches import (
     RowBatch,
     Rows,
@@ -31,96 +33,33 @@ from atomrl.batches import (
     select_rows,
     zero_weight_row,
 )
+from atomrl.common.hangs import progress
+from atomrl.common.launchers import launched
 from atomrl.common.metrics import Count, Metrics, merge
-from atomrl.common.processes import launched, progress
 from atomrl.common.threads import to_device, unit
 from atomrl.config import ConfigError, CriticConfig, ModelConfig, TrainConfig
 from atomrl.models.attention import states_before, total
-from atomrl.models.gpt import GPT
 from atomrl.models.kernels import plain_formulas, round_once
-from atomrl.models.loading import (
-    compute_dtype,
-    fill_weights,
-    load_policy,
-    load_tokenizer,
-    model_config_only,
-    model_weights,
-    save_model,
-)
-from atomrl.models.lora import adapter_state, adapter_weights, adapters_disabled, has_adapters, save_adapters
+from atomrl.models.loading import compute_dtype
+from atomrl.models.lora import adapters_disabled
 from atomrl.models.memory import is_out_of_memory, tokens_without_gradient
 from atomrl.models.offloading import offloading
-from atomrl.models.older_readers import make_readable
-from atomrl.models.reward_model import HFScalar, Reader, ScalarModel, load_scalar, save_scalar
-from atomrl.models.shapes import text_config
-from atomrl.models.transformers_model import HFModel
 from atomrl.models.vision import Patches, Vision
 from atomrl.protocols import (
     Algorithm,
     Distributions,
     FrozenBase,
-    LossOutput,
     ModelInput,
     ModelOutputs,
     Output,
     RowUnit,
     UpdateOutput,
-    WeightUpdate,
     needs_teacher,
 )
-from atomrl.tracking.checkpoint_format import OPTIMIZER, RANDOM, STATE_FOLDER, Counts, is_sharded, read_counts
 
-# --------------------------------------------------------------------------------------------------------------------
-# The models of a training run by role: policy, reference, critic, teacher, reward model.
-#
-# All back ends have the same roles with the same outputs. A back end decides where the weights are stored.
+log = logging.getLogger(__name__)
 
-RoleName = Literal["policy", "reference", "critic", "teacher", "reward_model"]
-SOURCES: Mapping[str, tuple[RoleName, Output]] = {
-    "logprobs": ("policy", "logprobs"),
-    "entropy": ("policy", "entropy"),
-    "distributions": ("policy", "distributions"),
-    "old_logprobs": ("policy", "logprobs"),
-    "old_entropy": ("policy", "entropy"),
-    "ref_logprobs": ("reference", "logprobs"),
-    "teacher_logprobs": ("teacher", "logprobs"),
-    "teacher_distributions": ("teacher", "distributions"),
-    "values": ("critic", "values"),
-    "scores": ("reward_model", "scores"),
-}
-"""Role and output of the forward pass that each input of an algorithm comes from."""
-TRAINED: Mapping[RoleName, str] = {"policy": "actor", "reward_model": "actor", "critic": "critic"}
-"""Roles that are trained, and the prefix of their optimizer's metrics."""
-
-
-def sources(names: Iterable[str], roles: Collection[RoleName]) -> dict[RoleName, dict[str, Output]]:
-    """Group inputs by the role that computes them, in a fixed order: {role: {name: output}}.
-
-    Raises:
-        ValueError: a name needs a role that is not in `roles`.
-
-    Example:
-        >>> sources({"old_logprobs", "values"}, ["policy", "critic"])
-        {'policy': {'old_logprobs': 'logprobs'}, 'critic': {'values': 'values'}}
-    """
-    outputs: dict[RoleName, dict[str, Output]] = {}
-    for name, (role, output) in SOURCES.items():
-        if name in names:
-            if role not in roles:
-                raise ValueError(f"{name} are needed, but the back end was built without a {role}: {', '.join(roles)}")
-            outputs.setdefault(role, {})[name] = output
-    return outputs
-
-
-@dataclass(frozen=True)
-class Role:
-    """A model with its optimizer, if it is trained."""
-
-    model: Any
-    optimizer: Optimizer | None = None
-    """None: frozen."""
-    without_adapters: bool = False
-    """True for the reference of a run with adapters: it is the policy's model with adapters disabled."""
+Result = TypeVar("Result")
 
 
 def _gather_tokens(values: Tensor, own: Tensor, mask: Tensor, sharing: Any) -> Tensor:
@@ -152,120 +91,6 @@ def check_forward_mode(policy: Role, device: torch.device) -> None:
         ) from None
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Load the model of a role from a folder, and save it.
-
-log = logging.getLogger(__name__)
-
-
-def load_role(
-    name: RoleName, path: str, config: ModelConfig, device: torch.device, dtype: str | torch.dtype | None = None
-) -> torch.nn.Module:
-    """Load the model of a role; with gradient checkpointing and compilation as configured if it is trained.
-
-    Args:
-        device: device of its weights.
-        dtype: dtype of the forward pass; None: the config's.
-
-    Raises:
-        ConfigError: the model does not exist, or cannot be trained with this config.
-    """
-    trained = name in TRAINED
-    common: dict[str, Any] = {"dtype": dtype or config.dtype, "device": device, "trainable": trained}
-    common["trust_remote_code"] = config.trust_remote_code
-    if name == "reward_model" and config.lora is not None:
-        raise ConfigError("model.lora: reward models are trained without adapters; leave it out")
-    # Critics and reward models have a scalar head. A reward model is saved with the padding token that its readers need
-    # to find the last token.
-    if name in ("critic", "reward_model"):
-        model: Any = load_scalar(path, **common)
-        if name == "reward_model":
-            tokenizer = load_tokenizer(config.tokenizer or path, config.trust_remote_code, path)
-            shape = model_config_only(path, config.trust_remote_code)
-            text_config(model.config).pad_token_id = Reader(tokenizer, shape, path).pad_token_id(shape)
-    else:
-        quantization = config.quantization if trained else None
-        common["freeze_vision"] = config.freeze_vision
-        model = load_policy(path, lora=config.lora if trained else None, quantization=quantization, **common)
-    model.pack_rows = config.pack_rows
-    if config.pack_rows and isinstance(model, HFModel) and not model.streams:
-        raise ConfigError(
-            f"model.pack_rows=true: {path} ({model.config.model_type}) supports only padded rows; leave it out"
-        )
-    if trained and config.checkpoints_layers:
-        enable_checkpointing(model)
-    if trained and config.compile:
-        if isinstance(model, HFModel | HFScalar):
-            log.warning("model.compile has no effect on models that are trained with transformers")
-        else:
-            model.compile_layers()
-    return cast(torch.nn.Module, model.train(trained))
-
-
-def enable_checkpointing(model: Any) -> None:
-    """Turn on gradient checkpointing: layers are recomputed in the backward pass."""
-    if isinstance(model, HFModel | HFScalar):
-        model.inner.gradient_checkpointing_enable({"use_reentrant": False})
-    else:
-        model.gradient_checkpointing = True
-
-
-def save_role(name: RoleName, model: Any, tokenizer: Any, folder: Path) -> None:
-    """Save a model (or its adapters) and the tokenizer in Hugging Face layout; the critic into a subfolder."""
-    if isinstance(model, ScalarModel):
-        save_scalar(model, tokenizer, folder / role_prefix(name))
-    elif has_adapters(model):
-        save_adapters(model, folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-            make_readable(folder)
-    else:
-        save_model(model, tokenizer, folder)
-
-
-def role_prefix(name: RoleName, end: str = "") -> str:
-    """Return the prefix of a role's files in a checkpoint: `critic` + end for the critic, else empty."""
-    return f"critic{end}" if name == "critic" else ""
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Collective operations. Every rank makes the same calls in the same order. `Collective` is for a single process,
-# `group.Ranks` for several.
-
-
-class Collective:
-    """The collective operations of a single process: the identity.
-
-    Example:
-        >>> Collective().max(3), Collective().any(False)
-        (3, False)
-    """
-
-    rank, world = 0, 1
-    writing: Any = None
-    """Process group of the threads that write checkpoints."""
-
-    def max(self, number: int) -> int:
-        """Return the maximum over ranks."""
-        return number
-
-    def any(self, condition: bool) -> bool:
-        """Return True if the condition is true on any rank."""
-        return bool(self.max(int(condition)))
-
-    def total(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor over ranks, in place (all-reduce)."""
-        return tensor
-
-    def union(self, names: Iterable[str]) -> list[str]:
-        """Return the names of all ranks, sorted, each once."""
-        return sorted(names)
-
-    def sum(self, metrics: Metrics) -> Metrics:
-        """Merge the metrics of all ranks; called once per step."""
-        return metrics
-
-
 class OutOfMemory(ConfigError):
     """A micro-batch did not fit into a rank's memory; the message names the setting to retry with.
 
@@ -294,76 +119,6 @@ def check_launcher(world: int) -> None:
             f"(WORLD_SIZE={started.world}), each of which would train its own model: set the section backend "
             "(`backend.type=fsdp`), or start it without torchrun or accelerate"
         )
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Per-token records of an update, without a second forward pass or a second loss.
-
-
-class TokenRecorder:
-    """Records per-token values of a batch's `recorded` rows during the update's own passes.
-
-    The loss is linear in its weights, so a token's part of the loss is its weight times the derivative with respect to
-    that weight. The backward pass of the update computes this derivative and the one with respect to the log-probs.
-
-    Args:
-        batch: a batch with `recorded`.
-        device: device of its micro-batches.
-    """
-
-    def __init__(self, batch: TrainingBatch, device: torch.device) -> None:
-        assert batch.recorded is not None
-        self.recorded, self.device = batch.recorded, device
-        self.shape = int(batch.recorded.max()) + 1, batch.tokens.shape[1]
-        self._values: dict[str, Tensor] = {}
-
-    def before_loss(self, micro: TrainingBatch, outputs: ModelOutputs) -> TrainingBatch:
-        """Return the micro-batch with loss weights that require a gradient, and retain the gradient of log-probs."""
-        if outputs.logprobs is not None and outputs.logprobs.requires_grad:
-            outputs.logprobs.retain_grad()
-        return replace(micro, loss_weights=micro.loss_weights.detach().requires_grad_())
-
-    def after_backward(self, index: Tensor, micro: TrainingBatch, outputs: ModelOutputs, result: LossOutput) -> None:
-        """Record the values of a micro-batch.
-
-        Args:
-            index: indices of its rows in the batch; empty if the micro-batch only fills up this rank's share.
-            result: its loss, after the backward pass.
-        """
-        chosen = (self.recorded[index] >= 0).nonzero()[:, 0]
-        places, rows = (to_device(part, self.device) for part in (self.recorded[index][chosen], chosen))
-        for name, values in (_token_values(micro, outputs) | dict(result.by_token)).items():
-            recorded = self._values.setdefault(name, torch.zeros(self.shape, device=self.device))
-            if len(chosen):
-                recorded[places, : values.shape[1]] = values.detach()[rows].float()
-
-    def gather(self, collective: Collective) -> dict[str, Tensor]:
-        """Return the values of all ranks by name, [R, T] in the order of `recorded`.
-
-        With pipeline parallelism only the last stage has recorded any.
-        """
-        names = collective.union(self._values)
-        if not names:
-            return {}
-        empty = torch.zeros(self.shape, device=self.device)
-        values = torch.stack([self._values.get(name, empty) for name in names])
-        return dict(zip(names, collective.total(values).cpu(), strict=True))
-
-
-def _token_values(micro: TrainingBatch, outputs: ModelOutputs) -> dict[str, Tensor]:
-    """Return log-probs, their gradient, the loss and the entropy of each token, [B, T] each."""
-    weights, logprobs = micro.loss_weights, outputs.logprobs
-    assert logprobs is not None
-    gradient = torch.zeros_like(logprobs) if logprobs.grad is None else logprobs.grad
-    values = {"logprobs": logprobs, "gradient": gradient}
-    if weights.grad is not None:  # None: the loss is not a sum over tokens
-        values["loss"] = weights * weights.grad
-    if outputs.entropy is not None:
-        values["entropy"] = outputs.entropy
-    return values
-
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
@@ -797,90 +552,3 @@ class BaseBackend(ABC):
 
 def _token_count(rows: RowBatch, index: Tensor) -> float:
     return float(rows.lengths[index].sum())
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The reference back end: one process, one device.
-
-
-class LocalBackend(BaseBackend):
-    """Trains in one process on one device: AdamW on float32 weights, micro-batches by token budget."""
-
-    def load_model(self, name: RoleName, path: str, config: ModelConfig) -> torch.nn.Module:
-        """Load the model of a role onto the device."""
-        return load_role(name, path, config, self.device)
-
-    def weight_update(self, version: int, adapters_alone: bool = False) -> WeightUpdate:
-        """Return the policy's weights for an engine, without copies, and its adapters separately.
-
-        Adapters are not merged: rounded to bfloat16, W + BA would lose the updates of the first steps.
-        """
-        model = self.policy.model
-        return WeightUpdate(version, () if adapters_alone else model_weights(model), adapter_weights(model))
-
-    def frozen_base(self) -> FrozenBase | None:
-        """Return the frozen weights of a decoder with adapters.
-
-        None without adapters, for models of transformers, whose layers are not the engine's, and for compiled layers,
-        whose code is specialized on the strides of weights.
-        """
-        model = self.policy.model
-        ranks = {name: len(adapter.a) for name, adapter in adapter_weights(model).items()}
-        if not ranks or not isinstance(model, GPT) or model.is_compiled:
-            return None
-        # A base layer comes after the layer of peft around it, and takes its name.
-        modules = {name.removesuffix(".base_layer"): module for name, module in model.named_modules()}
-        return FrozenBase(modules, ranks)
-
-    def save(self, folder: Path) -> None:
-        """Save a checkpoint: models and tokenizer in Hugging Face layout, and the state for an exact resume.
-
-        The critic goes into a subfolder; optimizer, random state and counters into `training_state`.
-        """
-        from safetensors.torch import save_file
-
-        state = folder / STATE_FOLDER
-        state.mkdir(parents=True, exist_ok=True)
-        for name, optimizer in self.trained.items():
-            save_role(name, self.roles[name].model, self.tokenizer, folder)
-            save_file(optimizer.state(), state / f"{role_prefix(name, '_')}{OPTIMIZER}")
-        random = {"cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            random["cuda"] = torch.cuda.get_rng_state(self.device)
-        own = role_prefix(next(iter(self.trained)), "_")
-        save_file(random, state / f"{own}{RANDOM}")
-        skipped = {name: optimizer.skipped_in_a_row for name, optimizer in self.trained.items()}
-        Counts(self.updates, skipped).write(state, own)
-
-    def load(self, folder: Path) -> None:
-        """Resume exactly from `save`, or within rounding from a checkpoint of several ranks.
-
-        Policy and critic may have been in one back end when saved and be in two now, or the other way round.
-
-        Raises:
-            ConfigError: the folder has no training state, or that of another model.
-        """
-        from safetensors.torch import load_file
-
-        if is_sharded(folder):
-            from atomrl.backends.checkpoints import load_shards  # imported here, because it takes half a second
-
-            self.updates = load_shards(self.trained, self.collective, folder)
-            return
-        counts, state = read_counts(folder), folder / STATE_FOLDER
-        skipped = counts.skipped_in_a_row
-        missing, unknown = self.trained.keys() - skipped.keys(), skipped.keys() - self.trained.keys()
-        if missing or (unknown and self.loaded_roles is None):
-            raise ConfigError(f"checkpoint {folder} was written with{'' if 'critic' in skipped else 'out'} a critic")
-        for name, optimizer in self.trained.items():
-            model = self.roles[name].model
-            own = adapter_state(model) if has_adapters(model) else dict(model_weights(model))
-            fill_weights(own, folder / role_prefix(name))
-            optimizer.load(load_file(state / f"{role_prefix(name, '_')}{OPTIMIZER}"), self.device)
-            optimizer.skipped_in_a_row = skipped[name]
-        saved = state / f"{role_prefix(next(iter(self.trained)), '_')}{RANDOM}"
-        random = load_file(saved if saved.is_file() else state / RANDOM)
-        torch.set_rng_state(random["cpu"])
-        if "cuda" in random:
-            torch.cuda.set_rng_state(random["cuda"], self.device)
-        self.updates = counts.updates

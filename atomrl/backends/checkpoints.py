@@ -24,8 +24,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from atomrl.backends.base import BaseBackend, Collective, RoleName, role_prefix
+from atomrl.backends.base import BaseBackend
+from atomrl.backends.collective import Collective
 from atomrl.backends.optimizer import Optimizer, full_tensor
+from atomrl.backends.roles import RoleName, role_prefix
 from atomrl.common.errors import reraise_as
 from atomrl.config import ConfigError
 from atomrl.models.loading import model_weights, own_memory, save_settings

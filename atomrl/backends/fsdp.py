@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from atomrl.atoms.logprobs import chunk_size, head_logits
-from atomrl.backends.base import TRAINED, LossInputs, RoleName, load_role, role_prefix, save_role
+from atomrl.backends.base import LossInputs
 from atomrl.backends.checkpoints import (
     PART_BYTES,
     BackgroundCheckpoints,
@@ -37,6 +37,7 @@ from atomrl.backends.checkpoints import (
     split_by_size,
 )
 from atomrl.backends.group import Ranks
+from atomrl.backends.roles import TRAINED, RoleName, load_role, role_prefix, save_role
 from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.common.metrics import Metrics
 from atomrl.common.threads import to_device

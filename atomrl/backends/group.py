@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from atomrl.backends.base import Collective, OutOfMemory
+from atomrl.backends.base import OutOfMemory
+from atomrl.backends.collective import Collective
 from atomrl.common.metrics import Metrics, merge
 
 Result = TypeVar("Result")

@@ -15,16 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from atomrl.backends.base import (
-    SOURCES,
-    TRAINED,
-    LossInputs,
-    RoleName,
-    load_role,
-    role_prefix,
-    save_role,
-    sources,
-)
+from atomrl.backends.base import LossInputs
 from atomrl.backends.checkpoints import (
     MOMENTS,
     BackgroundCheckpoints,
@@ -42,6 +33,7 @@ from atomrl.backends.group import Ranks
 from atomrl.backends.megatron_layout import MIXTURE, Key, check_shape
 from atomrl.backends.megatron_model import Stage, check_adapters, on_device, stage_weights
 from atomrl.backends.megatron_optimizer import WEIGHT, MegatronOptimizer, Shapes, on_first_rank, parts_from, shares
+from atomrl.backends.roles import SOURCES, TRAINED, RoleName, load_role, role_prefix, save_role, sources
 from atomrl.batches import RowBatch, TrainingBatch, batch_to_device
 from atomrl.common.metrics import Metrics
 from atomrl.config import ConfigError, MegatronConfig, ModelConfig

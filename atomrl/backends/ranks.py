@@ -36,14 +36,15 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
-from atomrl.backends.base import SOURCES, TRAINED, RoleName
 from atomrl.backends.group import START_S, STOPPED_S, RankFailed, RankLost, Ranks
+from atomrl.backends.roles import SOURCES, TRAINED, RoleName
 from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.cluster.ray_cluster import Actor, RayCluster, identity
 from atomrl.common.errors import reraise_as
+from atomrl.common.launchers import launched
 from atomrl.common.metrics import Metrics, merge
-from atomrl.common.processes import WorkerProcess, launched, send_answer
 from atomrl.common.threads import fixed_threads
+from atomrl.common.workers import WorkerProcess, send_answer
 from atomrl.config import ConfigError, ModelConfig, RankedConfig
 from atomrl.models.memory import Sizes, memory_metrics
 from atomrl.protocols import Algorithm, ModelInput, TrainingBackend, WeightUpdate

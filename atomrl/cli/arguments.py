@@ -169,7 +169,7 @@ def config_over(base: dict[str, Any], arguments: argparse.Namespace) -> RunConfi
         ConfigError: a value is invalid.
     """
     from atomrl.config import ConfigError, known_keys, load_config, merge_trees, nest
-    from atomrl.config.loading import renamed
+    from atomrl.config.keys import renamed
 
     tree = {key: value for key, value in base.items() if key != "sft"}  # it may name another model to start from
     values = {key: value for key in known_keys() if (value := getattr(arguments, key, None)) is not None}

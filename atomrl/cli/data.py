@@ -182,8 +182,9 @@ def check(arguments: argparse.Namespace) -> int:
 
 def serve_corpus(arguments: argparse.Namespace) -> int:
     """Index a corpus if it has no index yet, and serve searches until Ctrl-C."""
+    from atomrl.common.memory import process_memory
     from atomrl.environments.retrieval.index import open_index
-    from atomrl.environments.retrieval.server import MAX_TOPK, Service, address_of, memory_bytes, serve_documents
+    from atomrl.environments.retrieval.server import MAX_TOPK, Service, address_of, serve_documents
 
     if not 1 <= arguments.topk <= MAX_TOPK:
         raise ValueError(f"--topk must be from 1 to {MAX_TOPK}")
@@ -194,7 +195,7 @@ def serve_corpus(arguments: argparse.Namespace) -> int:
     host, port = listener.getsockname()[:2]
 
     def announce() -> None:
-        size = f"{len(index):,} documents, {kind.name}, {memory_bytes() / 2**20:.0f} MiB of memory"
+        size = f"{len(index):,} documents, {kind.name}, {process_memory('VmRSS') / 2**20:.0f} MiB of memory"
         print(f"listening at http://{host}:{port}/retrieve: {size}", flush=True)
 
     serve_documents(Service(index, arguments.topk), listener, announce)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import shutil
 import subprocess
 import sys
@@ -160,23 +159,17 @@ def hardware() -> Iterator[tuple[str, str]]:
     """Yield CPU, instruction set, memory, GPUs and free disk space."""
     import torch
 
+    from atomrl.common.memory import available_memory
     from atomrl.tracking.run_directory import describe_environment
 
     machine = describe_environment()
     yield "cpu", f"{machine['cpu']}, {machine['cpus']} cores, torch uses {torch.get_num_threads()} threads"
     yield "instructions", torch.backends.cpu.get_cpu_capability()
-    yield "memory", f"{machine['memory_gib']} GiB, {available_gib():.1f} GiB available"
+    yield "memory", f"{machine['memory_gib']} GiB, {available_memory() / 2**30:.1f} GiB available"
     unused = Path("/proc/driver/nvidia/version").exists()
     none = f"found, but torch {torch.__version__} cannot use it: install a CUDA build" if unused else "none"
     yield "gpu", "; ".join(machine["gpus"]) or none
     yield "disk", f"{shutil.disk_usage(Path.cwd()).free / 2**30:.1f} GiB free here"
-
-
-def available_gib() -> float:
-    """Return the memory available to a new process in GiB; NaN if it is unknown."""
-    path = Path("/proc/meminfo")
-    match = re.search(r"MemAvailable:\s+(\d+)", path.read_text(encoding="utf-8")) if path.is_file() else None
-    return int(match[1]) / 2**20 if match else float("nan")
 
 
 def chosen_defaults() -> Iterator[tuple[str, str]]:

@@ -187,7 +187,8 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple
         policy_tokenizer,
     )
     from atomrl.trainer.build import processor as build_processor
-    from atomrl.trainer.checks import check_environment, check_image_engine, check_outcome, with_tools
+    from atomrl.trainer.checks.data import check_image_engine
+    from atomrl.trainer.checks.environment import check_environment, check_outcome, with_tools
     from atomrl.trainer.evaluate import evaluate
 
     rewards = build_rewards(
@@ -271,7 +272,7 @@ def complete_prompt(arguments: argparse.Namespace) -> int:
     check_inputs(arguments)
     from atomrl.engines.requests import generate
     from atomrl.trainer.build import build_engine, eval_sampling, model_path, policy_tokenizer, processor
-    from atomrl.trainer.checks import check_environment, with_tools
+    from atomrl.trainer.checks.environment import check_environment, with_tools
 
     config = generate_config(arguments)
     problem = to_problem(read_prompt(arguments.prompt), arguments.row, config)

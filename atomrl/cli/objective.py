@@ -70,7 +70,7 @@ def explain(arguments: argparse.Namespace) -> int:
     from atomrl.common.functions import imports_forbidden
     from atomrl.config import load_config
     from atomrl.config.run import objective_in, setting_in
-    from atomrl.objectives.base import latex, page
+    from atomrl.objectives.explain import latex, page
 
     with imports_forbidden() if is_of_run(arguments.config) else nullcontext():
         config = load_config(arguments.config, arguments.overrides)
@@ -154,7 +154,7 @@ def find(atoms: list[Atom], name: str) -> Atom:
             return atom
     from atomrl.algorithms import ALGORITHMS, PREFERENCES
     from atomrl.objectives.advantage import Advantage
-    from atomrl.objectives.base import choices_of
+    from atomrl.objectives.overrides import choices_of
 
     if leaf in ALGORITHMS or leaf in PREFERENCES:
         raise ValueError(f"{leaf!r} is an algorithm: atomrl explain CONFIG algorithm.name={leaf}")

@@ -16,7 +16,9 @@ from atomrl.cli.arguments import add_config, check_config
 from atomrl.cli.main import Run
 
 if TYPE_CHECKING:
-    from atomrl.trainer.planning import Forecast, Plan, Trade
+    from atomrl.planner.fit import Trade
+    from atomrl.planner.forecast import Forecast
+    from atomrl.planner.plan import Plan
 
 
 def add_plan(parser: argparse.ArgumentParser) -> Run:
@@ -64,9 +66,10 @@ def plan_for_machine(arguments: argparse.Namespace, report: dict[str, Any]) -> i
     from atomrl.config import load_config
     from atomrl.data.files import DataNotHere
     from atomrl.models.loading import ModelNotHere
+    from atomrl.planner.forecast import forecast, signal
+    from atomrl.planner.plan import budget_of, memory_lines, plan_here
     from atomrl.trainer import prepare_run
     from atomrl.trainer.build import algorithm_of, rank_total
-    from atomrl.trainer.planning import budget_of, forecast, memory_lines, plan_here, signal
 
     if arguments.out:
         raise ValueError("--out needs --fit")
@@ -127,8 +130,9 @@ def numbers(plan: Plan) -> dict[str, Any]:
 def plan_on_gpu(arguments: argparse.Namespace, report: dict[str, Any]) -> int:
     """Plan for a GPU by its name; with --fit, write a config that fits it. Adds the numbers to `report`."""
     from atomrl.config import load_config
-    from atomrl.trainer.memory import gpu_of
-    from atomrl.trainer.planning import describe, fit, plan_on
+    from atomrl.planner.fit import fit
+    from atomrl.planner.gpus import gpu_of
+    from atomrl.planner.plan import describe, plan_on
 
     both = [f"--{name}" for name in ("memory", "signal", "probe") if getattr(arguments, name)]
     if both or (arguments.gpu and arguments.fit):
@@ -180,7 +184,7 @@ def write_fit(file: Path, overrides: Sequence[str], chosen: Sequence[Trade], tit
     import yaml
 
     from atomrl.config import ConfigError, merge_trees, parse_overrides, read_tree
-    from atomrl.trainer.planning import merged
+    from atomrl.planner.fit import merged
 
     tree = merge_trees(read_tree(file, parse_overrides(overrides)), merged(chosen))
     head = [f"# {title} (atomrl plan --fit). Changed:"]
@@ -195,7 +199,7 @@ def write_fit(file: Path, overrides: Sequence[str], chosen: Sequence[Trade], tit
 
 def trade_lines(plan: Plan, chosen: Sequence[Trade]) -> list[str]:
     """Format each change with the memory it saves after the previous ones, and its cost."""
-    from atomrl.trainer.planning import changed
+    from atomrl.planner.fit import changed
 
     lines, before = [], plan
     for count in range(1, len(chosen) + 1):
@@ -211,8 +215,8 @@ def trade_lines(plan: Plan, chosen: Sequence[Trade]) -> list[str]:
 
 def print_helpful(plan: Plan) -> None:
     """Print single changes that reduce memory, with the resulting memory of the run."""
-    from atomrl.trainer.base import readable
-    from atomrl.trainer.planning import helpful
+    from atomrl.common.memory import readable
+    from atomrl.planner.fit import helpful
 
     changes = helpful(plan)
     if not changes:
@@ -226,8 +230,8 @@ def print_helpful(plan: Plan) -> None:
 
 def print_least(plan: Plan, report: dict[str, Any]) -> None:
     """Print the least memory with which a run would fit, and the largest model that fits."""
-    from atomrl.trainer.base import readable
-    from atomrl.trainer.planning import largest_that_fits, least
+    from atomrl.common.memory import readable
+    from atomrl.planner.fit import largest_that_fits, least
 
     changes, smallest = least(plan)
     peak, budget = (readable(size).strip() for size in (smallest.memory.peak, plan.budget))
@@ -243,8 +247,8 @@ def print_least(plan: Plan, report: dict[str, Any]) -> None:
 
 def print_forecast(forecast: Forecast, budget: int, place: str) -> None:
     """Print the measurements of a probe, and the forecast for the whole run."""
+    from atomrl.common.memory import readable
     from atomrl.tracking.reading.run import duration
-    from atomrl.trainer.base import readable
 
     measured = forecast.measured
     if measured.random_weights:

@@ -271,10 +271,11 @@ def adapt_to_hardware(imported: Imported, gpus: int, memory: str | None) -> Impo
         ConfigError: the card or the model's shape is unknown, or no setting makes it fit.
     """
     from atomrl.cli.plan import trade_lines
+    from atomrl.common.memory import readable
     from atomrl.config import ConfigError, load_config, merge_trees
-    from atomrl.trainer.base import readable
-    from atomrl.trainer.memory import gpu_of
-    from atomrl.trainer.planning import fit, merged, plan_on
+    from atomrl.planner.fit import fit, merged
+    from atomrl.planner.gpus import gpu_of
+    from atomrl.planner.plan import plan_on
 
     if gpus < 1:
         raise ConfigError(f"--gpus {gpus}: must be at least 1")

@@ -21,7 +21,7 @@ from atomrl.cli.main import INTERRUPTED, Run
 if TYPE_CHECKING:
     from atomrl.config import RunConfig
     from atomrl.config.run import Kind
-    from atomrl.trainer.pool_store import RolloutPool
+    from atomrl.pool.store import RolloutPool
 
 WIDTH, MOST_LINES = 160, 10
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -126,7 +126,7 @@ def dry_run_sections(config: RunConfig) -> Sequence[tuple[str, Sequence[str]]]:
     try:
         return prepare_run(config).describe()
     except (ModelNotHere, DataNotHere) as absent:
-        from atomrl.trainer.dry_run import describe_without
+        from atomrl.planner.dry_run import describe_without
 
         return describe_without(config, absent)
 
@@ -134,7 +134,8 @@ def dry_run_sections(config: RunConfig) -> Sequence[tuple[str, Sequence[str]]]:
 def is_other_rank(config: RunConfig) -> bool:
     """Return True if a launcher started this process as a rank other than 0."""
     from atomrl.backends.base import check_launcher
-    from atomrl.common.processes import die_with_parent, launched
+    from atomrl.common.launchers import launched
+    from atomrl.common.workers import die_with_parent
     from atomrl.config import ConfigError
     from atomrl.trainer.build import in_actors
 
@@ -389,7 +390,7 @@ def open_pool(path: Path, new: bool = False) -> Iterator[RolloutPool]:
     if not new and not path.is_file():
         raise ValueError(f"rollout pool {path} does not exist; `atomrl pool list FOLDER` lists those of a folder")
     from atomrl.config import PoolConfig
-    from atomrl.trainer.pool_store import RolloutPool
+    from atomrl.pool.store import RolloutPool
 
     with closing(RolloutPool(path, PoolConfig(capacity=sys.maxsize, ttl_s=1e12))) as pool:
         yield pool
@@ -402,7 +403,7 @@ def show_stats(arguments: argparse.Namespace) -> int:
 
 
 def export_pool(arguments: argparse.Namespace) -> int:
-    from atomrl.trainer.pool_store import export_rows, write_rows
+    from atomrl.pool.store import export_rows, write_rows
 
     with open_pool(arguments.pool) as pool:
         print(f"{arguments.file}: {write_rows(export_rows(pool), arguments.file)} completions")
@@ -410,7 +411,7 @@ def export_pool(arguments: argparse.Namespace) -> int:
 
 
 def import_pool(arguments: argparse.Namespace) -> int:
-    from atomrl.trainer.pool_store import import_rows
+    from atomrl.pool.store import import_rows
 
     if not arguments.file.is_file():
         raise ValueError(f"{arguments.file} does not exist")
@@ -438,7 +439,7 @@ def fill_pool(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     from atomrl.trainer import check_rl
     from atomrl.trainer.base import hang_watch
-    from atomrl.trainer.checks import check_secrets
+    from atomrl.trainer.checks.config import check_secrets
     from atomrl.trainer.rl import RLRun, fill
 
     check_rl(config)
@@ -453,7 +454,7 @@ def fill_pool(arguments: argparse.Namespace) -> int:
 def list_pools(arguments: argparse.Namespace) -> int:
     """Print one line per pool of a folder."""
     from atomrl.config import PoolConfig
-    from atomrl.trainer.pool_store import RolloutPool
+    from atomrl.pool.store import RolloutPool
 
     folder: Path = arguments.folder
     files = sorted(folder.glob("*.sqlite"))

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from atomrl.common.files import TemporaryFolder
-from atomrl.common.processes import launcher_hidden
+from atomrl.common.launchers import launcher_hidden
 from atomrl.config import ClusterConfig, ClusterRole, ConfigError, ResourceConfig
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import ClassVar
 
-from atomrl.common.processes import progress, wait_for_service
+from atomrl.common.hangs import progress, wait_for_service
 from atomrl.common.secrets import without_secrets
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -2,15 +2,9 @@
 
 from atomrl.common.errors import ConfigError
 from atomrl.common.yaml_files import read_yaml
-from atomrl.config.loading import (
-    dump_config,
-    known_keys,
-    load_config,
-    merge_trees,
-    nest,
-    parse_overrides,
-    read_tree,
-)
+from atomrl.config.keys import known_keys
+from atomrl.config.loading import dump_config, load_config, read_tree
+from atomrl.config.overrides import parse_overrides
 from atomrl.config.run import RunConfig
 from atomrl.config.schema import (
     AsynchronousConfig,
@@ -44,3 +38,4 @@ from atomrl.config.schema import (
     TrackingConfig,
     TrainConfig,
 )
+from atomrl.config.trees import merge_trees, nest

@@ -17,7 +17,7 @@ from atomrl.common.secrets import mask_secrets, secrets_of
 from atomrl.config import schema
 from atomrl.config.schema import BackendConfig, EnvironmentConfig, ModelConfig, Section, ToolConfig, TrackingConfig
 from atomrl.objectives import PolicyObjective, PreferenceObjective, Setting
-from atomrl.objectives.base import Objective
+from atomrl.objectives.objective import Objective
 
 Kind = Literal["rl", "sft", "preference", "reward-model", "pretrain"]
 """Kind of run that a config describes."""

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from atomrl.config import DataConfig
-    from atomrl.data.images import ImageReader, ImageStore
+    from atomrl.data.image_reader import ImageReader
+    from atomrl.data.images import ImageStore
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atomrl.atoms.logprobs import bfloat16_matmul
-from atomrl.common.processes import progress
+from atomrl.common.hangs import progress
 from atomrl.models.attention import rotate
 from atomrl.models.gpt import Decoder, DecoderSpec, RMSNorm
 from atomrl.models.kernels import load_library

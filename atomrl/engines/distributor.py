@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
-from atomrl.common.processes import EventLoopThread
+from atomrl.common.event_loop import EventLoopThread
 from atomrl.protocols import WeightHash
 from atomrl.types import GenerationRequest
 

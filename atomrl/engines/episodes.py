@@ -20,7 +20,7 @@ from atomrl.common.chat_template import (
     token_ids,
     tokenize_continuation,
 )
-from atomrl.common.processes import progress
+from atomrl.common.hangs import progress
 from atomrl.common.secrets import without_secrets
 from atomrl.config import EnvironmentConfig
 from atomrl.engines.sampling import seed_at

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from atomrl.atoms.logprobs import head_logits
-from atomrl.common.processes import progress
+from atomrl.common.hangs import progress
 from atomrl.engines.requests import (
     DIVERGED,
     DecodeTime,

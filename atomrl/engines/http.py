@@ -18,7 +18,7 @@ from typing import Any
 
 from atomrl.common.errors import Outage, is_temporary
 from atomrl.common.files import TemporaryFolder
-from atomrl.common.processes import without_launcher
+from atomrl.common.launchers import without_launcher
 from atomrl.engines.distributor import Replica, ReplicaFailure
 from atomrl.engines.requests import DIVERGED, RequestState
 from atomrl.types import FinishReason

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from atomrl.common.processes import progress
+from atomrl.common.hangs import progress
 from atomrl.engines.batching import (
     GROUP,
     LENGTH,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from atomrl.cluster.ray_cluster import Actor, ActorDied, RayCluster, RayHangs
-from atomrl.common.processes import progress
+from atomrl.common.hangs import progress
 from atomrl.engines.distributor import Distributor, Replica, ReplicaFailure
 from atomrl.protocols import RolloutEngine, WeightHash, WeightUpdate
 from atomrl.types import GenerationOutput, GenerationRequest

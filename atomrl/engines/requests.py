@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 
 from atomrl.common.chat_template import special_ids, stop_tokens
 from atomrl.common.errors import did_you_mean
-from atomrl.common.processes import progress
+from atomrl.common.hangs import progress
 from atomrl.config import ConfigError
 from atomrl.models.vision import Patches
 from atomrl.protocols import FrozenBase, RolloutEngine, WeightHash, WeightUpdate

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from atomrl.common.files import TemporaryFolder
-from atomrl.common.processes import launcher_hidden, progress
+from atomrl.common.hangs import progress
+from atomrl.common.launchers import launcher_hidden
 from atomrl.common.threads import max_threads
 from atomrl.engines.requests import (
     DIVERGED,

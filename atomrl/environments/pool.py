@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from atomrl.common.errors import Outage, ServiceGone, reraise_as
-from atomrl.common.processes import LOAD_LIMIT_S, PROCESS_ENDED, TICK_S, PoolWorker, WorkerPool
+from atomrl.common.workers import LOAD_LIMIT_S, PROCESS_ENDED, TICK_S, PoolWorker, WorkerPool
 from atomrl.config import EnvironmentConfig
 from atomrl.environments.worker import CLOSE, CUT, EpisodeError, Ping, Say, Start
 from atomrl.types import FailureKind, Problem, Reply

@@ -20,8 +20,8 @@ from pydantic import ConfigDict, ValidationError, validate_call
 
 from atomrl.common.errors import ServiceFault, describe_error, is_away
 from atomrl.common.functions import find_function
-from atomrl.common.processes import kill_marked, new_mark
 from atomrl.common.secrets import expand_variables, mask_secrets, secrets_of
+from atomrl.common.workers import kill_marked, new_mark
 from atomrl.environments.tool_calls import Call, Form, Schema, find_calls
 from atomrl.environments.worker import CallThread, TooLong
 from atomrl.sandbox import SandboxError, check

@@ -31,8 +31,8 @@ from atomrl.common.errors import (
     retry_after_of,
 )
 from atomrl.common.functions import find_function
-from atomrl.common.processes import send_answer
 from atomrl.common.secrets import mask_secrets
+from atomrl.common.workers import send_answer
 from atomrl.environments.builtin import ENVIRONMENTS
 from atomrl.types import Problem, Reply
 

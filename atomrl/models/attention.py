@@ -5,7 +5,6 @@ rows share is computed once. `make_stream` lays it out on the CPU; `attend` is i
 over ranks (sequence parallelism).
 """
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import varlen
+from torch.torch_version import TorchVersion
 
 from atomrl.common.threads import to_device
 from atomrl.config import ConfigError
@@ -26,7 +25,7 @@ from atomrl.models.kernels import apply
 from atomrl.models.shapes import size
 from atomrl.types import Image
 
-NAMES_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+NAMES_GROUPS = TorchVersion(torch.__version__) >= "2.12"
 """True if `varlen_attn` has the parameter for grouped queries. In torch 2.11 it does not; its FlashAttention supports
 fewer key heads without it, forward and backward."""
 
@@ -141,6 +140,8 @@ def attend(
     """
     grouped = q.shape[1] > k.shape[1]
     if spans is not None:
+        from torch.nn.attention import varlen  # it imports torch._dynamo: over a second in each process of a run
+
         if spans.order is not None:
             k, v = k.index_select(0, spans.order), v.index_select(0, spans.order)
         # With more keys than queries, causal masking aligns the last query with the last key.

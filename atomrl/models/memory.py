@@ -1,16 +1,16 @@
 """Memory estimates of models from their configs, and the memory that this process uses."""
 
-import sys
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import yaml
 
 from atomrl.common.errors import reraise_as
+from atomrl.common.memory import process_memory
 from atomrl.common.metrics import Max, Metrics
 from atomrl.config import ConfigError
 from atomrl.models.gpt import BMM_MAX_TOKENS, unsupported
@@ -20,6 +20,7 @@ from atomrl.models.vision import why_no_images
 
 # --------------------------------------------------------------------------------------------------------------------
 # Shapes of well-known models, for planning a run without a network, weights or a GPU.
+
 
 _SUFFIXES = ("-Instruct", "-it", "-pt", "-Base", "-SFT", "-DPO")
 
@@ -92,6 +93,7 @@ def planning_shape(path: str | Path, trust_remote_code: bool = False) -> Any:
 
 # --------------------------------------------------------------------------------------------------------------------
 # Parameters and activations, from a transformers config.
+
 
 FLOAT32 = 4
 MOST_TOKENS = 16384
@@ -335,18 +337,6 @@ def expert_parameters(config: Any) -> int:
 
 # --------------------------------------------------------------------------------------------------------------------
 # Memory of this process.
-
-
-def process_memory(which: Literal["VmRSS", "VmHWM"]) -> int:
-    """Return the resident memory of this process in bytes: current (VmRSS) or peak (VmHWM); without Linux the peak."""
-    try:
-        [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(which)]
-        return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def memory_metrics() -> Metrics:

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from atomrl.batches import micro_batches
 from atomrl.common.chat_template import render, special_ids
-from atomrl.common.processes import progress
+from atomrl.common.hangs import progress
 from atomrl.common.threads import to_device
 from atomrl.config import ConfigError
 from atomrl.models.attention import states_before, total

@@ -1,6 +1,6 @@
 """Objectives: one typed choice on each axis, which together implement `protocols.Algorithm`.
 
-A choice (`base.py`) is a frozen record: its fields are the config's keys, its call computes its equation with atoms.
+A choice (`choice.py`) is a frozen record: its fields are the config's keys, its call computes its equation with atoms.
 
 | file | axes |
 |---|---|
@@ -11,11 +11,14 @@ A choice (`base.py`) is a frozen record: its fields are the config's keys, its c
 | `auxiliary.py` | `kl`, `value`, `entropy`, `distillation` |
 | `preference.py` | `PreferenceObjective`: all axes of a preference objective, and its loss |
 | `preference_loss.py` | `score`, `loss`, `nll` of preferences |
-| `base.py` | base classes of choices, `Objective`, and its equation as text or LaTeX |
+| `choice.py` | base classes of choices |
+| `overrides.py` | a config's changes of an objective's choices |
+| `objective.py` | `Objective`, the base class |
+| `explain.py` | its equation as text or LaTeX, and the report of `atomrl explain` |
 """
 
 from atomrl.objectives.advantage import AdvantageInputs, AdvantagesAndReturns
-from atomrl.objectives.base import Setting
+from atomrl.objectives.choice import Setting
 from atomrl.objectives.policy import PolicyObjective
 from atomrl.objectives.policy_loss import PolicyInputs
 from atomrl.objectives.preference import PreferenceObjective

@@ -38,7 +38,7 @@ from atomrl.atoms.shaping import (
     weighted_reward,
 )
 from atomrl.batches import RowBatch
-from atomrl.objectives.base import Atoms, Choice, Custom, Setting, default, not_none
+from atomrl.objectives.choice import Atoms, Choice, Custom, Setting, default, not_none
 
 # --------------------------------------------------------------------------------------------------------------------
 # Before the advantages: reward shaping, and filtering of groups (dynamic sampling).

@@ -18,7 +18,7 @@ from atomrl.atoms.policy_losses import weighted_sum
 from atomrl.atoms.shaping import kl_penalised_reward
 from atomrl.batches import TrainingBatch
 from atomrl.common.metrics import Mean, Metrics, Sum
-from atomrl.objectives.base import Atoms, Choice, Setting, default, not_none
+from atomrl.objectives.choice import Atoms, Choice, Setting, default, not_none
 from atomrl.protocols import ModelOutputs
 
 # --------------------------------------------------------------------------------------------------------------------

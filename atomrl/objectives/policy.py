@@ -22,7 +22,9 @@ from atomrl.objectives.advantage import (
     Shaping,
 )
 from atomrl.objectives.auxiliary import K3, KL, ClippedValue, Distillation, Entropy, Value
-from atomrl.objectives.base import Formulation, Goal, Objective, Off, Setting, not_none
+from atomrl.objectives.choice import Setting, not_none
+from atomrl.objectives.objective import Formulation, Goal, Objective
+from atomrl.objectives.overrides import Off
 from atomrl.objectives.policy_loss import (
     Clip,
     ConstantLength,
@@ -35,13 +37,7 @@ from atomrl.objectives.policy_loss import (
     TrustRegion,
 )
 from atomrl.objectives.preference_loss import row_keys
-from atomrl.objectives.token_weights import (
-    FilterInputs,
-    RolloutInputs,
-    RolloutIS,
-    TokenFilter,
-    rollout_is_product,
-)
+from atomrl.objectives.token_weights import FilterInputs, RolloutInputs, RolloutIS, TokenFilter, rollout_is_product
 from atomrl.protocols import NOTHING, LossOutput, ModelInput, ModelOutputs, Output, RowUnit
 
 COEFFICIENT = "kl_coefficient"

@@ -26,7 +26,7 @@ from atomrl.atoms.masks import row_mean
 from atomrl.atoms.policy_losses import sequence_log_ratio, sequence_token_log_ratio, token_log_ratio
 from atomrl.batches import TrainingBatch
 from atomrl.common.metrics import Count, Mean, Metrics, merge
-from atomrl.objectives.base import Choice, Custom, Setting, default, not_none
+from atomrl.objectives.choice import Choice, Custom, Setting, default, not_none
 from atomrl.protocols import Algorithm, Forward, Output, RowUnit, UpdateOutput
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,9 @@ from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch, select_rows
 from atomrl.common.metrics import Mean, Metrics, Sum
 from atomrl.common.threads import to_device
 from atomrl.objectives.advantage import GroupFilter
-from atomrl.objectives.base import MINIMISE, Formulation, Goal, Off, Setting, SupervisedObjective, not_none
+from atomrl.objectives.choice import Setting, not_none
+from atomrl.objectives.objective import MINIMISE, Formulation, Goal, SupervisedObjective
+from atomrl.objectives.overrides import Off
 from atomrl.objectives.preference_loss import (
     REFERENCE,
     AotUnpairedLoss,

@@ -21,7 +21,7 @@ from atomrl.atoms.preference_losses import (
 )
 from atomrl.batches import RowBatch
 from atomrl.common.threads import to_device
-from atomrl.objectives.base import Atoms, Choice, Setting, default, not_none
+from atomrl.objectives.choice import Atoms, Choice, Setting, default, not_none
 
 # --------------------------------------------------------------------------------------------------------------------
 # Score: log-probs [B, T] of rows -> [B].

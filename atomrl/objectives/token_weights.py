@@ -22,7 +22,7 @@ from atomrl.atoms import policy_losses, token_filters
 from atomrl.atoms.advantages import per_token
 from atomrl.atoms.kl import abs_kl, k1_kl, k3_kl
 from atomrl.atoms.masks import row_max, row_mean, row_sum
-from atomrl.objectives.base import Atoms, Choice, Custom, Setting, default, not_none
+from atomrl.objectives.choice import Atoms, Choice, Custom, Setting, default, not_none
 from atomrl.objectives.policy_loss import PolicyInputs
 
 # --------------------------------------------------------------------------------------------------------------------

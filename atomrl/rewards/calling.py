@@ -31,7 +31,8 @@ from pydantic import ValidationError
 
 from atomrl.common.errors import describe_error, is_away, is_busy, nearest
 from atomrl.common.functions import subscripts
-from atomrl.common.processes import (
+from atomrl.common.secrets import mask_secrets, register_secrets, secrets_of, without_secrets
+from atomrl.common.workers import (
     LOAD_LIMIT_S,
     PROCESS_ENDED,
     TICK_S,
@@ -40,7 +41,6 @@ from atomrl.common.processes import (
     seed_everything,
     send_answer,
 )
-from atomrl.common.secrets import mask_secrets, register_secrets, secrets_of, without_secrets
 from atomrl.rewards.errors import NoScore, RewardError, RewardStop
 from atomrl.rewards.table import CLASSES, POOLED, REWARDS, AnyReward, find_reward, importable_name
 from atomrl.types import FailureKind, Problem, Trajectory
@@ -276,7 +276,7 @@ def missing_column(scorer: Scorer, columns: Collection[str]) -> str | None:
         how = f"its parameter {name!r} has no default" if name in required else f"it reads {rest}[{name!r}]"
         if scorer.style != "columns":
             return f"{how}, but it receives only {', '.join(sorted(available))}: give it a default, or a value in args"
-        near = nearest(name, columns)
+        near = nearest(name, [*STANDARD_COLUMNS, *columns])
         return (
             f"it needs a column {name!r} ({how}), but the data has {', '.join(map(repr, columns)) or 'none'}, besides "
             f"what every reward receives ({', '.join(STANDARD_COLUMNS)}): "

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from atomrl.common import errors as outages_of
 from atomrl.common.errors import Outage, ServiceGone
-from atomrl.common.processes import progress
+from atomrl.common.hangs import progress
 from atomrl.common.secrets import without_secrets
 from atomrl.data.files import error_list
 from atomrl.rewards.calling import (

@@ -24,7 +24,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, 
 
 from atomrl.common import errors as outages
 from atomrl.common.errors import Outage, ServiceGone, is_temporary, retry_after
-from atomrl.common.processes import EventLoopThread, progress
+from atomrl.common.event_loop import EventLoopThread
+from atomrl.common.hangs import progress
 from atomrl.common.secrets import is_variable, mask_secrets
 from atomrl.rewards.calling import columns_of
 from atomrl.rewards.errors import NoScore, RewardError, RewardStop, require

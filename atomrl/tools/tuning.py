@@ -26,10 +26,11 @@ from pydantic import ConfigDict, Field, RootModel, ValidationError, model_valida
 
 from atomrl.common.errors import did_you_mean, reraise_as
 from atomrl.common.files import write_text
-from atomrl.common.processes import die_with_parent, without_launcher
+from atomrl.common.launchers import without_launcher
+from atomrl.common.workers import die_with_parent
 from atomrl.config import ConfigError, RunConfig, dump_config, load_config, merge_trees, read_yaml
-from atomrl.config.loading import nest
 from atomrl.config.schema import Section
+from atomrl.config.trees import nest
 from atomrl.tracking.doctor.rules import EVALUATED
 from atomrl.tracking.reading import Run, is_run, load_run
 from atomrl.tracking.reading.comparison import JOURNAL, RESULT, SECONDS, SETTINGS, STUDY_NAME, half_width

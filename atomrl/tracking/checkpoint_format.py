@@ -5,7 +5,7 @@
       progress.json                   step, position in the data, evaluations (trainer/loop.py, `Progress`)
       config.json, model.safetensors, tokenizer.json, ...    the policy in Hugging Face layout, or its adapters
       critic/                         the critic, likewise
-      training_state/                 of one process (backends/base.py):
+      training_state/                 of one process (backends/local.py):
         trainer.json                  `Counts`
         optimizer.safetensors         Adam's moments; critic_optimizer.safetensors
         random.safetensors            random states

@@ -297,7 +297,7 @@ class Recorder:
             self.progress.show_completions(step, rows)
 
     def log_tokens(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, float]) -> None:
-        """Write the token records of a step (`trainer/report.py`), with the algorithm's state."""
+        """Write the token records of a step (`trainer/report/tokens.py`), with the algorithm's state."""
         self.directory.write_tokens(step, tensors, state)
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:

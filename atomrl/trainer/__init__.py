@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 
 from atomrl.config import ConfigError, RunConfig
 from atomrl.protocols import RewardFunction
+from atomrl.trainer.auto import chosen_here
 from atomrl.trainer.base import PreparedRun
 from atomrl.trainer.base import run_to_end as run_to_end
 from atomrl.trainer.build import given_to_rank
-from atomrl.trainer.checks import (
+from atomrl.trainer.checks.config import (
     check_adapters,
     check_best,
     check_fresh_tokenizer,
@@ -21,8 +22,8 @@ from atomrl.trainer.checks import (
     check_secrets,
     check_unused,
 )
-from atomrl.trainer.offline import PreferenceRun, PretrainRun, RewardModelRun, SupervisedRun
-from atomrl.trainer.planning import chosen_here
+from atomrl.trainer.offline import PreferenceRun, RewardModelRun, SupervisedRun
+from atomrl.trainer.pretrain import PretrainRun
 from atomrl.trainer.rl import RLRun
 
 KINDS: dict[str, tuple[Callable[[RunConfig], PreparedRun], str]] = {

@@ -15,11 +15,14 @@ from typing import Any, NamedTuple
 from atomrl.backends.group import RankFailed, RankLost, RankOutOfMemory
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.common.files import model_identity
-from atomrl.common.processes import HangWatch, launched, phase, unmet_request
+from atomrl.common.hangs import HangWatch, phase
+from atomrl.common.launchers import launched, unmet_request
+from atomrl.common.memory import readable
 from atomrl.common.threads import adaptive_threads
 from atomrl.config import RunConfig
 from atomrl.data.files import pinned
-from atomrl.data.images import ImageReader, ImageStore
+from atomrl.data.image_reader import ImageReader
+from atomrl.data.images import ImageStore
 from atomrl.data.problems import DataProcessor, PromptStream
 from atomrl.models.loading import resolve_folder
 from atomrl.protocols import Algorithm, TrainingBackend
@@ -37,11 +40,11 @@ from atomrl.trainer.build import (
     starting_model,
     with_settings,
 )
-from atomrl.trainer.checks import check_ranks
+from atomrl.trainer.checks.config import check_ranks
 from atomrl.trainer.cluster import describe_cluster, open_cluster
 from atomrl.trainer.loop import Callback, Progress, Training, fit
 from atomrl.trainer.memory import memory_estimate, rank_choices
-from atomrl.trainer.report import why_no_update
+from atomrl.trainer.report.metrics import why_no_update
 
 # --------------------------------------------------------------------------------------------------------------------
 # Watchdog of a run's own process.
@@ -319,16 +322,6 @@ def identity(stream: PromptStream, processor: DataProcessor, model: str | Path) 
         "tokenizer (model.tokenizer, or beside model.path)": tokenizer_identity(processor.tokenizer),
         "model (model.path)": model_identity(resolve_folder(model)),
     }
-
-
-def readable(size: int) -> str:
-    """Format a number of bytes.
-
-    Example:
-        >>> readable(3 * 2**29), readable(2**20)
-        ('    1.50 GiB', '    1.00 MiB')
-    """
-    return f"{size / 2**30:8.2f} GiB" if size >= 2**30 else f"{size / 2**20:8.2f} MiB"
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -19,16 +19,18 @@ import torch
 
 from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.algorithms.sft import PRETRAINING, SFT
-from atomrl.backends.base import LocalBackend, RoleName
 from atomrl.backends.group import Ranks
+from atomrl.backends.local import LocalBackend
 from atomrl.backends.ranks import CONTENTS, RankedKind, rank_count, start_actors, start_rank_actors, start_ranks
+from atomrl.backends.roles import RoleName
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.common.chat_template import set_template
 from atomrl.common.errors import reraise_as
 from atomrl.common.files import model_identity, sha256
-from atomrl.common.processes import launched
+from atomrl.common.launchers import launched
 from atomrl.config import BackendConfig, ConfigError, ModelConfig, RolloutConfig, RunConfig
-from atomrl.data.images import ImageReader, ImageStore
+from atomrl.data.image_reader import ImageReader
+from atomrl.data.images import ImageStore
 from atomrl.data.problems import DataProcessor
 from atomrl.engines.episodes import EpisodeEngine
 from atomrl.engines.hf import HFEngine
@@ -160,7 +162,7 @@ def device_name(wanted: str = "auto") -> str:
 
 
 def chosen_class(rollout: RolloutConfig) -> type[RequestEngine]:
-    """Return the class of `rollout.engine`. `auto` is the native engine here; `engine_choice.with_engine` resolves it.
+    """Return the class of `rollout.engine`. `auto` is the native engine here; `auto.with_engine` resolves it.
 
     Raises:
         ConfigError: the engine is unknown.

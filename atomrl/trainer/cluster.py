@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 from atomrl.cluster.ray_cluster import Node, RayCluster, Wanted, describe, planned
+from atomrl.common.memory import available_memory
 from atomrl.config import ClusterConfig, ClusterRole, ConfigError, ResourceConfig, RunConfig
 from atomrl.protocols import Algorithm, needs_teacher
+from atomrl.trainer.auto import ENGINE_PARTS, engine_share, resident_bytes, role_parts
 from atomrl.trainer.build import chosen_class, device_name, in_actors, rank_total
-from atomrl.trainer.engine_choice import ENGINE_PARTS, engine_share, resident_bytes, role_parts
 from atomrl.trainer.memory import GIB, at_once, memory_estimate
-from atomrl.trainer.probe import available_memory
 
 
 def cluster_roles(config: RunConfig, algorithm: Algorithm) -> list[ClusterRole]:

@@ -20,7 +20,7 @@ from atomrl.data.offline import TokenizedSamples
 from atomrl.data.problems import DataProcessor
 from atomrl.data.rows import by_group
 from atomrl.engines.requests import generate
-from atomrl.objectives.base import not_none
+from atomrl.objectives.choice import not_none
 from atomrl.protocols import RewardComputer, RolloutEngine
 from atomrl.rewards.answers import normalise_text, parse_number
 from atomrl.rewards.format import extract_answer, has_strict_format, reasoning_text

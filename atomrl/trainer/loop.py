@@ -21,7 +21,8 @@ from atomrl.config import RunConfig
 from atomrl.data.rows import to_training_batches, with_advantages
 from atomrl.protocols import Algorithm, ModelInput, TrainingBackend
 from atomrl.tracking.recorder import Recorder
-from atomrl.trainer.report import Stopwatch, TokenRecord
+from atomrl.trainer.report.stopwatch import Stopwatch
+from atomrl.trainer.report.tokens import TokenRecord
 
 log = logging.getLogger(__name__)
 MAX_IDLE_STEPS = 3

@@ -1,22 +1,19 @@
-"""Estimate the memory of a run and the time of a step from shapes and data sheets; loads no weights, needs no GPU.
+"""Estimate the memory of a run from shapes; loads no weights, needs no GPU.
 
-`memory_estimate` is the memory by part, `memory_by_phase` that at its peak, `step_seconds` the time by phase on one of
-the `GPUS`.
+`memory_estimate` is the memory by part, `memory_by_phase` that at its peak.
 """
 
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from atomrl.atoms.auxiliary_losses import DIVERGENCE_ELEMENTS
 from atomrl.atoms.logprobs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_GPU
-from atomrl.common.errors import did_you_mean
+from atomrl.common.memory import process_memory
 from atomrl.config import ConfigError, Quantization, RunConfig
-from atomrl.engines.decoder import FUSED_ROWS, lora_columns
-from atomrl.models.attention import packs_rows
+from atomrl.engines.decoder import lora_columns
 from atomrl.models.gpt import unsupported
 from atomrl.models.loading import compute_dtype, model_config_only
 from atomrl.models.memory import (
@@ -25,14 +22,12 @@ from atomrl.models.memory import (
     QUANTIZED,
     Sizes,
     activation_bytes_per_token,
-    active_parameters,
     adapter_parameters,
     count_parameters,
     critic_parameters,
     ends,
     is_tied,
     layer_count,
-    process_memory,
     tower_bytes,
     trained_parameters,
     widths,
@@ -41,237 +36,11 @@ from atomrl.models.shapes import text_config
 from atomrl.protocols import Algorithm, needs_teacher
 from atomrl.trainer.build import chosen_class, ranked_kind
 
-# --------------------------------------------------------------------------------------------------------------------
-# GPUs by their data sheets.
-
 GIB = 2**30
 CONTEXT_GIB = 0.6
 """Memory that the driver and PyTorch take for themselves, on every card."""
 USABLE = 0.92
 """Share of the rest that a plan may use: on the H200 12.6 GiB were in use where the formulas say 11.6."""
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """Data sheet of a GPU, and the number of GPUs."""
-
-    name: str
-    gib: float
-    """Memory in GiB."""
-    gb_s: float
-    """Memory bandwidth in 10^9 bytes a second."""
-    tflops: float
-    """Dense bfloat16 matrix products with float32 sums; float32 products for a card without bfloat16."""
-    bfloat16: bool = True
-    """True if the GPU computes in bfloat16."""
-    count: int = 1
-
-    @property
-    def usable_bytes(self) -> int:
-        """Bytes of one card that a plan may use."""
-        return int((self.gib - CONTEXT_GIB) * USABLE * GIB)
-
-    @property
-    def compute_bytes(self) -> int:
-        """Bytes per element in the forward pass if `model.dtype` is `auto`."""
-        return 2 if self.bfloat16 else 4
-
-    def __str__(self) -> str:
-        cards = f"{self.count} x " if self.count > 1 else ""
-        return f"{cards}{self.name} ({self.gib:g} GiB)"
-
-
-GPUS = {
-    gpu.name.lower().replace(" ", ""): gpu
-    for gpu in (
-        Gpu("T4", 16, 320, 8.1, bfloat16=False),
-        Gpu("V100", 32, 900, 15.7, bfloat16=False),
-        Gpu("2080 Ti", 11, 616, 13.4, bfloat16=False),
-        Gpu("3060", 12, 360, 25),
-        Gpu("3070", 8, 448, 40),
-        Gpu("3080", 10, 760, 59),
-        Gpu("3090", 24, 936, 71),
-        Gpu("4060", 8, 272, 30),
-        Gpu("4060 Ti", 16, 288, 44),
-        Gpu("4070", 12, 504, 58),
-        Gpu("4070 Ti Super", 16, 672, 88),
-        Gpu("4080", 16, 717, 97),
-        Gpu("4090", 24, 1008, 165),
-        Gpu("5060 Ti", 16, 448, 47),
-        Gpu("5070", 12, 672, 62),
-        Gpu("5080", 16, 960, 112),
-        Gpu("5090", 32, 1792, 209),
-        Gpu("A10", 24, 600, 125),
-        Gpu("A10G", 24, 600, 70),
-        Gpu("L4", 24, 300, 121),
-        Gpu("A40", 48, 696, 150),
-        Gpu("A6000", 48, 768, 155),
-        Gpu("L40S", 48, 864, 362),
-        Gpu("6000 Ada", 48, 960, 364),
-        Gpu("A100-40", 40, 1555, 312),
-        Gpu("A100", 80, 2039, 312),
-        Gpu("PRO 6000", 96, 1792, 503),
-        Gpu("H100", 80, 3350, 989),
-        Gpu("H200", 141, 4800, 989),
-        Gpu("B200", 180, 8000, 2250),
-    )
-}
-_TYPICAL_CARDS = ((9, "4060"), (13, "3060"), (17, "4060ti"), (33, "3090"), (50, "a6000"), (90, "a100"), (1e9, "h200"))
-"""(up to GiB, name): the card whose speed is assumed if only a memory size is given."""
-
-
-def gpu_of(text: str) -> Gpu:
-    """Parse the name or memory size of a GPU, with an optional count: `4090`, `RTX 4090`, `2xA100`, `24GiB`, `8x80GiB`.
-
-    Raises:
-        ConfigError: the card is not in the table.
-
-    Example:
-        >>> gpu_of("2 x RTX 4090").count, gpu_of("4090").gib, gpu_of("80GB").gib
-        (2, 24, 80.0)
-    """
-    match = re.fullmatch(r"(?:(\d+)\s*[x*]\s*)?(.+)", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise ConfigError("--gpu: give the name of a GPU or its memory, as in 24GiB")
-    count, name = int(match[1] or 1), match[2].lower()
-    if count < 1:
-        raise ConfigError(f"--gpu {text}: give at least one GPU")
-    if size := re.fullmatch(r"(\d+(?:\.\d+)?)\s*g(?:i?b)?", name):
-        gib = float(size[1])
-        like = next(GPUS[card] for most, card in _TYPICAL_CARDS if gib <= most)
-        return replace(like, name=f"a GPU as fast as {like.name}", gib=gib, count=count)
-    # Without brand, form factor and memory size; the A100 of 40 GiB is the only card that needs its size.
-    key = re.sub(r"nvidia|geforce|rtx|gtx|tesla|quadro|[\s_]", "", name)
-    key = re.sub(r"(sxm\d?|pcie|nvl|-|80gi?b?$|40gi?b?$)", lambda m: "-40" if m[0].startswith("40") else "", key)
-    if key not in GPUS:
-        raise ConfigError(
-            f"unknown GPU {text!r}: {did_you_mean(key, GPUS, 'supported:')}; or give its memory in GiB, as in 24GiB"
-        )
-    return replace(GPUS[key], count=count)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Time of a step: a roofline model. docs/start/hardware.md says which constants were measured, and how.
-
-PRODUCT_SHARE = 0.75
-"""Share of the TFLOPS that large matrix products reach. Measured on one H200: 737 of 989 in updates, 2026-11-26."""
-BANDWIDTH_SHARE = 0.6
-"""Share of the bandwidth that memory-bound kernels reach. Estimated; a plain copy reached 0.89 on the H200."""
-FUSED_SHARE = 0.5
-"""Share of these two rates that products with the codes of nf4 reach. Estimated: no GPU has run them."""
-PASS_BYTES, PASS_BYTES_COMPILED = 500, 200
-"""Memory traffic of one pass, in bytes per token, layer and hidden unit, without matrix products. Counted
-(`benchmarks/layer_launches.py`: half of what forward and backward move); estimated for compiled layers."""
-LOGIT_BYTES = 12
-"""Memory traffic of one pass in bytes per logit. Estimated."""
-LAYER_LAUNCHES, LAYER_LAUNCHES_COMPILED = 216, 110
-"""Kernel launches of a layer's forward and backward pass with adapters. Counted, as above; estimated if compiled."""
-LAUNCH_S = 9e-6
-"""Seconds per kernel launch on the host. Estimated: 15 us were measured from Python, and a backward pass is launched
-from C++."""
-PLAIN_LAYER_S = 2.4e-3
-"""Seconds of a decode step per layer on a card without bfloat16, where no engine has kernels: as transformers."""
-OTHER_S = 0.5
-"""Seconds of a step for weight sync, rewards and advantages. Estimated."""
-ERROR = 2.0
-"""Factor by which a step may be faster or slower than estimated."""
-
-
-def step_seconds(config: RunConfig, shape: Any, gpu: Gpu, compute: int) -> Mapping[str, float]:
-    """Estimate the seconds of each phase of a step, with every completion at its maximum length.
-
-    Args:
-        config: config of the run. Kinds other than RL have the phases `update` and `other` only.
-        shape: the model's transformers config.
-        gpu: the GPU; with a `backend` updates are spread over `gpu.count` of them.
-        compute: bytes per element in the forward pass.
-    """
-    rollout, train, has_rollouts = config.rollout, config.train, config.kind == "rl"
-    limit, prompt = rollout.max_completion_tokens, config.data.max_prompt_tokens
-    rows = rollout.prompts_per_step * rollout.completions_per_prompt if has_rollouts else config.items_per_step
-    row = min(prompt + limit, train.max_row_tokens or prompt + limit)
-    dtype = torch.bfloat16 if compute == 2 else torch.float32
-    tokens = rows * row
-    # Rows of a group that are packed into one micro-batch compute their prompt once.
-    if has_rollouts and packs_rows(config.model.pack_rows, "cuda", dtype):
-        sharing = min(rollout.completions_per_prompt, max(1, train.micro_batch_tokens("cuda") // row))
-        tokens -= rows * max(0, row - limit) * (sharing - 1) // sharing
-    logits = rows * (limit if has_rollouts else row)
-    forward, update = (_pass_seconds(config, shape, gpu, tokens, logits, compute, b) for b in (False, True))
-    seconds: dict[str, float] = {}
-    if has_rollouts:
-        seconds["rollout"] = _rollout_seconds(config, shape, gpu, compute)
-        if config.updates_per_step > 1:
-            seconds["log-probs"] = forward
-        if "ref_logprobs" in getattr(config.algorithm, "needs", ()):
-            seconds["reference"] = forward
-    seconds["update"] = update * (train.epochs_per_step if has_rollouts else 1)
-    return seconds | {"other": OTHER_S if has_rollouts else 0.1}
-
-
-def _rollout_seconds(config: RunConfig, shape: Any, gpu: Gpu, compute: int) -> float:
-    """Estimate the seconds of a step's rollouts: a prefill, then waves of decode steps.
-
-    The kernels of a decode step run one after the other: matrix products read all weights, attention reads the
-    key-value cache, and sampling reads the logits.
-    """
-    rollout, engine = config.rollout, chosen_class(config.rollout).decode_time
-    active, layers, vocab = active_parameters(shape), layer_count(shape), text_config(shape).vocab_size
-    _, _, keys, _ = widths(shape)
-    rows = rollout.prompts_per_step * rollout.completions_per_prompt
-    batch = min(rows, rollout.concurrent_completions)
-    mean_context = config.data.max_prompt_tokens + rollout.max_completion_tokens / 2
-    rate, bandwidth = gpu.tflops * 1e12 * PRODUCT_SHARE, gpu.gb_s * 1e9 * BANDWIDTH_SHARE
-    total = count_parameters(shape)
-    read = min(total, active * batch)  # tokens run through different experts
-    products = max(read * compute / bandwidth, 2 * active * batch / rate)
-    if config.model.quantization and shares_base(config, shape, "cuda", compute):
-        if config.model.quantization == "nf4" and batch <= FUSED_ROWS and compute < FLOAT32:
-            codes = (total - ends(shape)) * QUANTIZED["nf4"] + ends(shape) * compute
-            products = max(codes / bandwidth, 2 * active * batch / rate) / FUSED_SHARE
-        else:
-            products += _dequantized_bytes(config, shape, compute) / bandwidth
-    traffic = batch * (mean_context * 2 * layers * keys * compute + LOGIT_BYTES * vocab)
-    layer = engine.layer_s + (engine.adapted_layer_s if config.model.lora else 0)
-    layer = layer if gpu.bfloat16 else max(layer, PLAIN_LAYER_S)
-    row = engine.row_s + (engine.logprob_s if rollout.logprobs_over != "none" else 0)
-    step = (products + traffic / bandwidth) / rollout.tensor_parallel + layers * layer + batch * row
-    prefill = 2 * active * rollout.prompts_per_step * config.data.max_prompt_tokens / rate
-    return float(prefill + -(-rows // batch) * rollout.max_completion_tokens * step)
-
-
-def _dequantized_bytes(config: RunConfig, shape: Any, compute: int) -> float:
-    """Return the bytes that are read and written when all layers are dequantized once; 0 if they are not quantized."""
-    quantization = config.model.quantization
-    return 0 if quantization is None else (count_parameters(shape) - ends(shape)) * (QUANTIZED[quantization] + compute)
-
-
-def _pass_seconds(
-    config: RunConfig, shape: Any, gpu: Gpu, tokens: int, logits: int, compute: int, backward: bool
-) -> float:
-    """Estimate the seconds of a forward pass over all tokens, and of the backward pass if `backward`.
-
-    Kernel launches on the host overlap with the device, so it is the larger of the two times.
-    """
-    model, cards = config.model, gpu.count if config.backend else 1
-    text = text_config(shape)
-    active, layers, hidden = active_parameters(shape), layer_count(shape), int(text.hidden_size)
-    forwards = 2 if backward and model.checkpoints_layers else 1
-    products = 2 * forwards + backward * (2 if model.lora else 4)  # FLOPs per parameter and token
-    passes = forwards + backward
-    traffic = passes * layers * hidden * (PASS_BYTES_COMPILED if model.compile else PASS_BYTES) * tokens
-    traffic += (1 + backward) * LOGIT_BYTES * text.vocab_size * logits
-    device = products * active * tokens / (gpu.tflops * 1e12 * PRODUCT_SHARE)
-    micro_batches = -(-tokens // (cards * config.train.micro_batch_tokens("cuda")))
-    traffic += cards * micro_batches * passes * _dequantized_bytes(config, shape, compute)
-    device += traffic / (gpu.gb_s * 1e9 * BANDWIDTH_SHARE)
-    launches = layers * (LAYER_LAUNCHES_COMPILED if model.compile else LAYER_LAUNCHES) * (passes / 2)
-    return float(max(device / cards, micro_batches * launches * LAUNCH_S))
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Memory of a run.
-
 DISTRIBUTIONS = 10
 """Elements per logit of a chunk while a divergence of two distributions is computed; its backward pass holds 7.5."""
 SAMPLING = 5
@@ -280,6 +49,20 @@ LEAST_AT_ONCE = 32
 """Completions decoded at once, at least, where the number is `auto`: below, decoding takes many times as long."""
 MOMENTS_IN_8_BITS = 2 * (1 + FLOAT32 / 256)
 """Bytes per weight of Adam's two moments in 8 bits: one code each, and a float32 scale per 256 codes."""
+GATHERED = ("gathered embedding", "gathered layers")
+"""Weights that a rank gathers from the shards of the others during a forward or backward pass."""
+UPDATE = (
+    "gradients", "fresh gradients", "activations", "critic activations", "log-prob chunk", "backward pass",
+    "distributions", *GATHERED,
+)  # fmt: skip
+TEMPORARY = {"key-value cache", *UPDATE}
+"""Parts of `memory_estimate` that are freed after their phase; all others are resident. The cache stays if the engine
+does not sleep during updates (`takes_turns`)."""
+PHASES: Mapping[str, tuple[str, ...]] = {
+    "rollout": ("key-value cache",),
+    "log-probs": ("log-prob chunk", *GATHERED),
+    "update": UPDATE,
+}
 
 
 def memory_estimate(
@@ -458,22 +241,6 @@ def at_once(parts: Mapping[str, int]) -> int:
     """Sum the parts that exist at the same time: the log-prob chunk and a layer's backward pass never do."""
     layer = parts.get("backward pass", 0) + parts.get("gathered layers", 0)
     return sum(size for name, size in parts.items() if name != BESIDE) - min(layer, parts.get("log-prob chunk", 0))
-
-
-GATHERED = ("gathered embedding", "gathered layers")
-"""Weights that a rank gathers from the shards of the others during a forward or backward pass."""
-UPDATE = (
-    "gradients", "fresh gradients", "activations", "critic activations", "log-prob chunk", "backward pass",
-    "distributions", *GATHERED,
-)  # fmt: skip
-TEMPORARY = {"key-value cache", *UPDATE}
-"""Parts of `memory_estimate` that are freed after their phase; all others are resident. The cache stays if the engine
-does not sleep during updates (`takes_turns`)."""
-PHASES: Mapping[str, tuple[str, ...]] = {
-    "rollout": ("key-value cache",),
-    "log-probs": ("log-prob chunk", *GATHERED),
-    "update": UPDATE,
-}
 
 
 @dataclass(frozen=True)

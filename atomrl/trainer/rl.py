@@ -27,40 +27,39 @@ from atomrl.data.rows import to_rows
 from atomrl.data.stored import read_lengths, write_lengths
 from atomrl.models.loading import compute_dtype, model_config_only, resolve_folder
 from atomrl.models.memory import count_parameters
-from atomrl.objectives.base import not_none
+from atomrl.objectives.choice import not_none
+from atomrl.pool.codec import problem_json
+from atomrl.pool.store import RolloutPool
+from atomrl.pool.weights import PublishedWeights, WeightFollower
 from atomrl.protocols import Algorithm, RewardFunction, RolloutEngine, TrainingBackend, WeightTransfer
 from atomrl.rewards.compute import build_rewards, move_models
 from atomrl.rewards.errors import RewardError
 from atomrl.tracking.checkpoints import tokenizer_identity
 from atomrl.tracking.recorder import Recorder
 from atomrl.trainer import build
+from atomrl.trainer.auto import with_engine, with_share
 from atomrl.trainer.base import Evaluation, PreparedRun, identity
-from atomrl.trainer.checks import (
-    check_columns,
-    check_companions,
-    check_correction,
-    check_end,
-    check_engine,
-    check_environment,
+from atomrl.trainer.checks.config import check_companions
+from atomrl.trainer.checks.data import (
     check_group_size,
     check_held_out,
     check_images,
-    check_outcome,
     check_pool,
     check_row_limit,
     check_temperature,
-    with_tools,
 )
+from atomrl.trainer.checks.engine import check_correction, check_end, check_engine
+from atomrl.trainer.checks.environment import check_columns, check_environment, check_outcome, with_tools
 from atomrl.trainer.cluster import open_cluster
-from atomrl.trainer.engine_choice import with_engine, with_share
 from atomrl.trainer.evaluate import evaluate
 from atomrl.trainer.loop import MAX_IDLE_STEPS, Progress, stop_request
 from atomrl.trainer.memory import takes_turns, why_two_copies
-from atomrl.trainer.own_functions import check_own_functions, function_sources
-from atomrl.trainer.pool_codec import problem_json
-from atomrl.trainer.pool_source import PoolSource, PublishedWeights, WeightFollower
-from atomrl.trainer.pool_store import RolloutPool
-from atomrl.trainer.report import Stopwatch, TokenRecord, mark_recorded, rollout_metrics, update_metrics
+from atomrl.trainer.own_functions.sources import function_sources
+from atomrl.trainer.own_functions.trial import check_own_functions
+from atomrl.trainer.pool_source import PoolSource
+from atomrl.trainer.report.metrics import rollout_metrics, update_metrics
+from atomrl.trainer.report.stopwatch import Stopwatch
+from atomrl.trainer.report.tokens import TokenRecord, mark_recorded
 from atomrl.trainer.sources import AsyncRolloutSource, EngineSource, Groups, GroupSource
 from atomrl.types import DISTRIBUTION_KEYS, Problem, Trajectory
 from atomrl.weight_sync import InProcessTransfer

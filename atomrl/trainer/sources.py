@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
-from atomrl.common.processes import waits_for_service
+from atomrl.common.hangs import waits_for_service
 from atomrl.common.threads import max_threads
 from atomrl.config import AsynchronousConfig
 from atomrl.data.problems import DataProcessor, PromptStream
@@ -24,7 +24,7 @@ from atomrl.data.rows import by_group
 from atomrl.engines.requests import generate, requests_of, to_trajectory
 from atomrl.protocols import Algorithm, RewardComputer, RolloutEngine, WeightTransfer
 from atomrl.rewards.compute import Rewards
-from atomrl.trainer.report import Stopwatch
+from atomrl.trainer.report.stopwatch import Stopwatch
 from atomrl.types import GenerationOutput, GenerationRequest, Prompt, SamplingParams, Trajectory
 
 # --------------------------------------------------------------------------------------------------------------------

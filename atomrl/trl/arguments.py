@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from atomrl.common.errors import did_you_mean
 from atomrl.config import ConfigError, known_keys, merge_trees, nest
-from atomrl.config.loading import foreign_names, renamed
+from atomrl.config.keys import foreign_names, renamed
 
 LOSS_TYPES = {"dapo": "token_mean", "bnpo": "token_mean", "grpo": "sequence_mean", "dr_grpo": "constant_length"}
 """TRL's loss types -> `algorithm.loss_agg.type`. TRL's `bnpo` is a mean over a micro-batch; here no loss depends on the

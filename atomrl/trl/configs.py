@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from transformers import TrainingArguments
 
 from atomrl.common.errors import did_you_mean
-from atomrl.common.processes import launched
+from atomrl.common.launchers import launched
 from atomrl.config import ConfigError, RunConfig, load_config, merge_trees
 from atomrl.tools.importers import trl_arguments as trl_shared
 from atomrl.tools.importers.translation import Translation

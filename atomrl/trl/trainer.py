@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 from atomrl.backends.ranks import follow_launcher
 from atomrl.common.files import write_jsonl
-from atomrl.common.processes import launched
+from atomrl.common.launchers import launched
 from atomrl.config import ConfigError, FSDPConfig, RunConfig, load_config, merge_trees
-from atomrl.config.loading import renamed
+from atomrl.config.keys import renamed
 from atomrl.data.files import DataError
 from atomrl.models.loading import load_tokenizer, resolve_folder
 from atomrl.rewards.table import REWARDS

@@ -14,7 +14,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from atomrl.common.processes import progress
+from atomrl.common.hangs import progress
 from atomrl.models.gpt import fitting_weights
 from atomrl.protocols import RolloutEngine, TrainingBackend, WeightHash, WeightUpdate
 

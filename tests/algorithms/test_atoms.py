@@ -8,7 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from atomrl.algorithms import objective_of
-from atomrl.objectives.base import Choice, Custom, table
+from atomrl.objectives.choice import Choice, Custom
+from atomrl.objectives.explain import table
 
 ELSEWHERE = {
     "running_mean",

@@ -12,7 +12,7 @@ from atomrl.common.metrics import merge, values
 from atomrl.objectives import PolicyObjective
 from atomrl.objectives.policy import COEFFICIENT
 from atomrl.protocols import ModelOutputs
-from atomrl.trainer.report import critic_metrics
+from atomrl.trainer.report.metrics import critic_metrics
 from tests.algorithms.batches import training_batch
 
 KL = {"type": "k1", "coefficient": 0.1, "apply_to": "reward", "target": None}

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from atomrl.algorithms import objective_of
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.batches import RolloutFields, RowBatch, TrainingBatch
 from atomrl.common.metrics import values
 from atomrl.config import ConfigError, ModelConfig, TrainConfig, load_config
 from atomrl.models.memory import count_parameters
 from atomrl.protocols import ModelOutputs
 from atomrl.trainer import prepare_run
-from atomrl.trainer.checks import check_companions
+from atomrl.trainer.checks.config import check_companions
 from atomrl.trainer.memory import memory_estimate
 from tests.tiny import make_tiny_model, make_tiny_tokenizer
 from tests.training.batches import make_algorithm, make_batch

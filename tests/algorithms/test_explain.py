@@ -10,7 +10,9 @@ from atomrl.algorithms import ALGORITHMS, PREFERENCES, objective_of
 from atomrl.algorithms.sft import SFT
 from atomrl.cli.main import main
 from atomrl.objectives import PolicyObjective, PreferenceObjective, Setting
-from atomrl.objectives.base import Choice, Custom, atom_place, choices_of, equation, latex, summary, table
+from atomrl.objectives.choice import Choice, Custom
+from atomrl.objectives.explain import atom_place, equation, latex, summary, table
+from atomrl.objectives.overrides import choices_of
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_EQUATION = {"none", "penalties"}

@@ -14,7 +14,7 @@ import pytest
 
 from atomrl.algorithms import ALGORITHMS, objective_of
 from atomrl.config import read_yaml
-from atomrl.objectives.base import equation
+from atomrl.objectives.explain import equation
 from atomrl.trainer import prepare_run
 from tests.algorithms.test_loop import small
 from tests.algorithms.test_pages import RESULTS, ROOT, accuracy

@@ -16,7 +16,8 @@ import pytest
 
 from atomrl.algorithms import ALGORITHMS, objective_of
 from atomrl.config import read_yaml
-from atomrl.objectives.base import Choice, changed_fields, latex
+from atomrl.objectives.choice import Choice
+from atomrl.objectives.explain import changed_fields, latex
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "reference" / "algorithms"

@@ -11,7 +11,7 @@ import torch
 from atomrl.algorithms import ALGORITHMS, objective_of
 from atomrl.common.metrics import Max, Mean, Sum, merge, values
 from atomrl.objectives import PolicyObjective
-from atomrl.objectives.base import table
+from atomrl.objectives.explain import table
 from tests.algorithms.batches import LIMIT, loss_gradient, make_rows, moved_logprobs, training_batch
 from tests.algorithms.test_numbers import two_rows
 

@@ -15,7 +15,7 @@ from atomrl.algorithms import PREFERENCES
 from atomrl.cli.main import main
 from atomrl.config import read_yaml
 from atomrl.objectives import PreferenceObjective, Setting
-from atomrl.objectives.base import equation, latex
+from atomrl.objectives.explain import equation, latex
 from tests.algorithms.test_pages import cell, opening
 
 ROOT = Path(__file__).parents[2]

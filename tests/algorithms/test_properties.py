@@ -8,7 +8,7 @@ import torch
 from atomrl.algorithms import ALGORITHMS, objective_of
 from atomrl.batches import flat_fields, select_rows
 from atomrl.objectives import PolicyObjective
-from atomrl.objectives.base import choices_of
+from atomrl.objectives.overrides import choices_of
 from tests.algorithms.batches import GROUP, LIMIT, changed, loss_gradient, make_rows, moved_logprobs, training_batch
 
 

@@ -83,11 +83,9 @@ def test_the_layer_check_can_fail():
 
 
 LATE_IMPORTS = {
-    ("atomrl.backends.base", "atomrl.backends.checkpoints"): "needed to resume from shards only; takes half a second",
     ("atomrl.models.lora", "atomrl.models.loading"): "a folder of adapters names the base model that it loads",
     ("atomrl.tools.ui.server", "atomrl.tools.ui.routes"): "made of an optional package",
     ("atomrl.tracking.reading.run", "atomrl.tracking.reading.comparison"): "`Run.plot` is a shortcut to its figure",
-    ("atomrl.trainer.probe", "atomrl.trainer"): "main of the process that measures: it prepares a run like any other",
 }
 """Imports inside functions that close a cycle (importer, imported), each with its reason. No others may."""
 

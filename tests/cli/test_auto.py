@@ -5,9 +5,12 @@ from functools import cache
 import pytest
 
 from atomrl.config import load_config, merge_trees
-from atomrl.models.memory import planning_shape
-from atomrl.trainer.memory import gpu_of, step_seconds
-from atomrl.trainer.planning import LEAST_AT_ONCE, LEAST_TOKENS, MOST_TOKENS, halves, plan_on
+from atomrl.models.memory import MOST_TOKENS, planning_shape
+from atomrl.planner.gpus import gpu_of
+from atomrl.planner.plan import plan_on
+from atomrl.planner.step_time import step_seconds
+from atomrl.trainer.auto import LEAST_TOKENS, halves
+from atomrl.trainer.memory import LEAST_AT_ONCE
 
 SIZES = ("8GiB", "12GiB", "16GiB", "24GiB", "40GiB", "48GiB", "80GiB", "141GiB")
 MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-1.5B", "meta-llama/Llama-3.2-3B", "Qwen/Qwen2.5-7B")

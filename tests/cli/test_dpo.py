@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from atomrl.algorithms import PREFERENCES
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.cli.main import main
 from atomrl.config import load_config, merge_trees
 from atomrl.trainer import prepare_run

@@ -9,9 +9,9 @@ from atomrl.algorithms import objective_of
 from atomrl.cli.main import main
 from atomrl.config import ConfigError, load_config
 from atomrl.models.memory import known_shape
-from atomrl.trainer import engine_choice as module
-from atomrl.trainer.checks import check_engine
-from atomrl.trainer.engine_choice import engine_share, with_engine, with_share
+from atomrl.trainer import auto as module
+from atomrl.trainer.auto import engine_share, with_engine, with_share
+from atomrl.trainer.checks.engine import check_engine
 from atomrl.trainer.memory import memory_estimate, takes_turns
 from tests.arithmetic import arithmetic_run
 from tests.tiny import make_tiny_model
@@ -179,7 +179,7 @@ def test_an_engine_sleeps_while_the_trainer_works_on_the_same_gpu(folder):
 
 def test_a_model_is_cut_over_no_more_gpus_than_there_are_and_each_has_a_part(machine, folder, monkeypatch):
     machine(gpus=2)
-    monkeypatch.setattr("atomrl.trainer.checks.find_spec", lambda name: name)
+    monkeypatch.setattr("atomrl.trainer.checks.engine.find_spec", lambda name: name)
     config = config_of(folder, rollout={"engine": "vllm", "tensor_parallel": 2})
     assert check_engine(config, str(folder)).package == "vllm"
     with pytest.raises(ConfigError, match=r"tensor_parallel=4.*2 GPUs"):

@@ -9,10 +9,12 @@ import pytest
 from atomrl.algorithms import objective_of
 from atomrl.cli.main import main
 from atomrl.cli.plan import print_forecast
+from atomrl.common.memory import available_memory
 from atomrl.config import ConfigError, load_config
+from atomrl.planner.forecast import Forecast, forecast
+from atomrl.planner.probe import ProbeResult, measure
 from atomrl.trainer import prepare_run
-from atomrl.trainer.planning import Forecast, forecast, memory_by_phase
-from atomrl.trainer.probe import ProbeResult, available_memory, measure
+from atomrl.trainer.memory import memory_by_phase
 
 CONFIG = {
     "run_name": "first",
@@ -36,7 +38,7 @@ def folder(working_directory):
 
 def test_small_steps_that_fit_do_not_stand_for_long_rows_that_do_not(folder, monkeypatch):
     measured = SimpleNamespace(measured=SimpleNamespace(peak_bytes=1))
-    monkeypatch.setattr("atomrl.trainer.planning.forecast", lambda *given: measured)
+    monkeypatch.setattr("atomrl.planner.forecast.forecast", lambda *given: measured)
     monkeypatch.setattr("atomrl.cli.plan.print_forecast", lambda *given: None)
     for size, code in (("1MiB", 1), ("900GiB", 0)):
         assert main(["plan", "c.yaml", "--probe", "--memory", size]) == code

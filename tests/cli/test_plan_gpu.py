@@ -12,9 +12,10 @@ from atomrl.engines.fake import FakeEngine
 from atomrl.engines.hf import HFEngine
 from atomrl.engines.native import NativeEngine
 from atomrl.models.memory import count_parameters, known_shape
+from atomrl.planner.fit import fit, trades
+from atomrl.planner.gpus import GPUS, gpu_of
+from atomrl.planner.plan import plan_on
 from atomrl.trainer.build import ENGINES
-from atomrl.trainer.memory import GPUS, gpu_of
-from atomrl.trainer.planning import fit, plan_on, trades
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CONFIG = CONFIGS / "qwen2.5-1.5b-gsm8k-24gb.yaml"

@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import load_file
 
 from atomrl.cli.main import main
-from atomrl.common.processes import launched
+from atomrl.common.launchers import launched
 from tests.tiny import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -301,7 +301,7 @@ def test_a_dry_run_has_the_memory_of_a_rank(train):
 def test_a_launcher_that_started_another_number_is_named(train, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("atomrl.common.processes.die_with_parent", lambda parent: None)
+    monkeypatch.setattr("atomrl.common.workers.die_with_parent", lambda parent: None)
     code, said = train("run", "backend.type=fsdp", "backend.ranks=2", "--dry-run")
     assert code == 2 and "backend.ranks=2, but the launcher started 4" in said.err
     code, said = train("run", "--dry-run")

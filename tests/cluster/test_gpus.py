@@ -11,7 +11,7 @@ from atomrl.cluster.ray_cluster import Node, PlacementError, places, planned, wa
 from atomrl.config import ConfigError, load_config
 from atomrl.trainer import cluster as module
 from atomrl.trainer.build import ENGINES as ENGINE_CLASSES
-from atomrl.trainer.checks import check_engine
+from atomrl.trainer.checks.engine import check_engine
 from atomrl.trainer.cluster import check_gpus, open_cluster
 
 TRAINER = {"trainer": {"num_gpus": 1}}
@@ -188,9 +188,9 @@ def test_a_producer_needs_no_room_for_who_trains(monkeypatch):
 def test_a_share_of_memory_that_no_engine_reads_is_said(monkeypatch, caplog):
     for engine, said in (("native", True), ("sglang", False)):
         monkeypatch.setattr(
-            "atomrl.trainer.checks.engine_class", lambda *given, name=engine: (ENGINE_CLASSES[name], None)
+            "atomrl.trainer.checks.engine.engine_class", lambda *given, name=engine: (ENGINE_CLASSES[name], None)
         )
-        monkeypatch.setattr("atomrl.trainer.checks.find_spec", lambda name: name)
+        monkeypatch.setattr("atomrl.trainer.checks.engine.find_spec", lambda name: name)
         caplog.clear()
         for share in ("auto", 0.4):
             check_engine(config_of({}, rollout={"engine": engine, "gpu_memory_utilization": share}), "-")

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from atomrl.backends.base import LocalBackend
 from atomrl.backends.checkpoints import BackgroundCheckpoints
 from atomrl.backends.fsdp import FSDPBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.batches import PreferenceFields, RolloutFields
 from atomrl.common.metrics import Sum, values
 from atomrl.config import ConfigError, FSDPConfig, LoraConfig, MegatronConfig, ModelConfig, TrainConfig

@@ -9,7 +9,7 @@ import torch
 
 from atomrl.algorithms.sft import SFT
 from atomrl.backends import base as roles
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.common.metrics import values
 from atomrl.config import DataConfig, ModelConfig, PreferenceConfig, TrainConfig
 from atomrl.data.files import DataError

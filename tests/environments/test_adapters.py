@@ -15,7 +15,7 @@ from atomrl.config import ConfigError, load_config
 from atomrl.data.tasks import generate
 from atomrl.environments.worker import EpisodeError, as_replies, find_environment
 from atomrl.environments.worker import play as play_environment
-from atomrl.trainer.checks import check_environment, check_outcome
+from atomrl.trainer.checks.environment import check_environment, check_outcome
 from atomrl.types import Problem
 from tests.environments.my_tools import wait_until
 from tests.templates import make_tokenizer

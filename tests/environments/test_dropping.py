@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from atomrl.algorithms import objective_of
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.batches import concat_turns
 from atomrl.config import ModelConfig, TrainConfig
 from atomrl.data.rows import to_rows
 from atomrl.engines.requests import RequestEngine
-from atomrl.trainer.pool_codec import decode, encode
+from atomrl.pool.codec import decode, encode
 from tests.environments.conftest import SAMPLING, make_prompts
 from tests.tiny import make_tiny_model
 

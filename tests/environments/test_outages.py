@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 
 from atomrl.common import errors as outages
-from atomrl.common import processes as progress
+from atomrl.common import hangs as progress
 from atomrl.common.errors import Outage, ServiceGone, is_away
 from atomrl.config import EnvironmentConfig
 from atomrl.environments.builtin import retrieve

@@ -24,7 +24,7 @@ from atomrl.environments.tool_calls import FORMS, Call, find_calls, find_form
 from atomrl.environments.tools import CRASHES, McpCrash, McpServer, connected, find_schemas
 from atomrl.environments.worker import EpisodeError
 from atomrl.sandbox import running
-from atomrl.trainer.checks import check_environment, check_outcome, with_tools
+from atomrl.trainer.checks.environment import check_environment, check_outcome, with_tools
 from atomrl.types import Problem, SamplingParams
 from tests.environments.my_tools import MCP_SERVER, called, wait_until
 from tests.templates import make_tokenizer

@@ -212,7 +212,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(trained, tmp_path, monkeypa
     shutil.copytree(trained / "run", tmp_path / "run", symlinks=True)
     owner, name = {
         "mkdir": (Path, "mkdir"),
-        "model": (__import__("atomrl.backends.base", fromlist=["x"]), "save_model"),
+        "model": (__import__("atomrl.backends.roles", fromlist=["x"]), "save_model"),
         "optimizer": (__import__("safetensors.torch", fromlist=["x"]), "save_file"),
         "manifest": (checkpoints, "sha256"),
         "rename": (Path, "rename"),

@@ -16,7 +16,8 @@ from atomrl.objectives.preference_loss import best_and_worst
 from atomrl.protocols import LossOutput, ModelOutputs
 from atomrl.rewards.errors import RewardError
 from atomrl.trainer.loop import MAX_IDLE_STEPS, Progress, compute_advantages, update_weights
-from atomrl.trainer.report import Stopwatch, answer_end, rollout_metrics, runs_on
+from atomrl.trainer.report.metrics import answer_end, rollout_metrics, runs_on
+from atomrl.trainer.report.stopwatch import Stopwatch
 from atomrl.trainer.rl import RolloutTraining
 from atomrl.types import Problem, RaggedIds, Segment, Trajectory
 from tests.loop.scripted import make_parts, planned, run_step, train

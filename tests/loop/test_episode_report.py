@@ -8,7 +8,8 @@ import torch
 from atomrl.batches import AdvantageBatch
 from atomrl.data.rows import to_rows
 from atomrl.tracking.run_directory import rollout_rows
-from atomrl.trainer.report import episode_metrics, rollout_metrics
+from atomrl.trainer.report.episodes import episode_metrics
+from atomrl.trainer.report.metrics import rollout_metrics
 from atomrl.trainer.sources import with_baselines
 from atomrl.types import Episode, Problem, Segment, Trajectory, Turn
 

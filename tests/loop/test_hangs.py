@@ -8,9 +8,9 @@ import pytest
 import torch
 import yaml
 
-from atomrl.backends.base import LocalBackend
-from atomrl.common import processes as module
-from atomrl.common.processes import HUNG, HangWatch, phase, progress
+from atomrl.backends.local import LocalBackend
+from atomrl.common import hangs as module
+from atomrl.common.hangs import HUNG, HangWatch, phase, progress
 from atomrl.config import ModelConfig, TrainConfig, load_config
 from atomrl.engines.hf import HFEngine
 from atomrl.engines.native import NativeEngine
@@ -25,17 +25,17 @@ from tests.training.batches import make_algorithm, make_batch
 LIMIT_S, TOKENS = 4.0, 30
 STUCK = """
 import sys, threading
-from atomrl.common import processes
+from atomrl.common import hangs
 from atomrl.cli.main import main
 from {module} import {owner}
 
-processes.HANG_GRACE_S = 1e9  # what goes well may take as long as it likes
+hangs.HANG_GRACE_S = 1e9  # what goes well may take as long as it likes
 calls, real = [], {owner}.{method}
 
 def stuck(*arguments, **options):
     calls.append(1)
     if len(calls) > {after}:
-        processes.HANG_GRACE_S = 0.0
+        hangs.HANG_GRACE_S = 0.0
         threading.Event().wait()
     return real(*arguments, **options)
 
@@ -44,7 +44,7 @@ sys.exit(main(sys.argv[1:]))
 """
 BLOCKED = {
     "engine": ("atomrl.engines.native", "NativeEngine", "_advance", r"the engine (native) (gen)"),
-    "trainer": ("atomrl.backends.base", "LocalBackend", "train_step", "training (update_actor)"),
+    "trainer": ("atomrl.backends.local", "LocalBackend", "train_step", "training (update_actor)"),
     "reward": ("atomrl.rewards", "compute", "call", "a reward (reward)"),
 }
 

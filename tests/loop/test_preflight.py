@@ -6,7 +6,7 @@ import pytest
 
 from atomrl.algorithms import objective_of
 from atomrl.config import ConfigError, load_config
-from atomrl.trainer.checks import check_group_size, check_row_limit, check_temperature
+from atomrl.trainer.checks.data import check_group_size, check_row_limit, check_temperature
 
 COMPARING = ("grpo", "dr_grpo", "dapo", "maxrl", "opo", "gpg")
 NOT_COMPARING = ("ppo", "remax", "reinforce_pp", "a2c")

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 import yaml
 
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.cli.main import main
 from atomrl.engines.native import NativeEngine
 from atomrl.tracking.reading.lines import read_metrics

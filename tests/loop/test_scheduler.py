@@ -27,7 +27,7 @@ from atomrl.engines.fake import FakeEngine
 from atomrl.engines.requests import generate
 from atomrl.trainer import sources as groups
 from atomrl.trainer.loop import Progress
-from atomrl.trainer.report import Stopwatch
+from atomrl.trainer.report.stopwatch import Stopwatch
 from atomrl.trainer.sources import AsyncRolloutSource
 from tests.loop import test_sync
 from tests.loop.scripted import make_parts, planned, train
@@ -551,7 +551,7 @@ def test_rewards_of_dropped_groups_keep_no_others_waiting(tmp_path):
 HANGS = """
 import threading
 from pathlib import Path
-from atomrl.trainer.report import Stopwatch
+from atomrl.trainer.report.stopwatch import Stopwatch
 from tests.loop.scripted import make_parts, planned
 from tests.loop.test_scheduler import ScriptedRewards, by_index, scheduled
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from atomrl.algorithms import objective_of
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.config import DataConfig, ModelConfig, RewardConfig, TrainConfig
 from atomrl.data.problems import DataProcessor, PromptStream
 from atomrl.engines.native import NativeEngine

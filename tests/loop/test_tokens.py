@@ -12,7 +12,7 @@ from atomrl.config import ConfigError, load_config
 from atomrl.tracking.reading.rollouts import TOKENS, read_tokens
 from atomrl.tracking.run_directory import RunDirectory
 from atomrl.trainer.loop import Progress
-from atomrl.trainer.report import TokenRecord, mark_recorded
+from atomrl.trainer.report.tokens import TokenRecord, mark_recorded
 from tests.algorithms.batches import make_rows
 from tests.loop.scripted import train
 from tests.loop.test_sync import make_parts, saver, weights

@@ -9,7 +9,7 @@ import torch
 
 from atomrl.config import ConfigError, load_config
 from atomrl.objectives.advantage import AdvantagesAndReturns
-from atomrl.trainer.own_functions import check_own_functions
+from atomrl.trainer.own_functions.trial import check_own_functions
 
 TREE = {
     "run_name": "a",

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from atomrl.backends.base import save_role
+from atomrl.backends.roles import save_role
 from atomrl.config import ConfigError, LoraConfig, ModelConfig, RunConfig
 from atomrl.engines.hf import HFEngine
 from atomrl.models.loading import fill_weights, load_policy, load_tokenizer, model_config_only, model_weights

@@ -11,8 +11,9 @@ from atomrl.engines.servers import cpu_cache_bytes
 from atomrl.models.loading import load_policy, load_transformers, model_config_only
 from atomrl.models.memory import activation_bytes_per_token, count_parameters, empty_model, widths
 from atomrl.models.shapes import auto_class, text_config
-from atomrl.trainer.memory import gpu_of, step_seconds
-from atomrl.trainer.planning import memory_by_phase
+from atomrl.planner.gpus import gpu_of
+from atomrl.planner.step_time import step_seconds
+from atomrl.trainer.memory import memory_by_phase
 from tests.models.test_memory import objective_of
 from tests.tiny import make_tiny_model
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from atomrl.data.rows import to_rows
-from atomrl.trainer.pool_codec import decode, encode, problem_json
-from atomrl.trainer.pool_store import RolloutPool, export_rows, import_rows, write_rows
+from atomrl.pool.codec import decode, encode, problem_json
+from atomrl.pool.store import RolloutPool, export_rows, import_rows, write_rows
 from atomrl.types import Episode, Problem, RaggedIds, Turn
 from tests.pool.made import group, rich_episode, rich_group, settings
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from atomrl.trainer.pool_store import RolloutPool
+from atomrl.pool.store import RolloutPool
 from tests.pool.made import follow_connections, group, settings
 
 ROOT = Path(__file__).parents[2]

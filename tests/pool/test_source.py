@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 
 from atomrl.algorithms import objective_of
-from atomrl.trainer.pool_codec import LeaseLost, PoolEmpty
+from atomrl.pool.codec import LeaseLost, PoolEmpty
+from atomrl.pool.store import RolloutPool
 from atomrl.trainer.pool_source import PoolSource
-from atomrl.trainer.pool_store import RolloutPool
-from atomrl.trainer.report import Stopwatch
+from atomrl.trainer.report.stopwatch import Stopwatch
 from atomrl.types import Segment
 from tests.pool.made import Clock, group, settings
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from filelock import FileLock
 
-from atomrl.trainer import pool_store as sql
-from atomrl.trainer import pool_store as store
-from atomrl.trainer.pool_codec import LeaseLost, PoolError
-from atomrl.trainer.pool_store import RolloutPool
+from atomrl.pool import store as sql
+from atomrl.pool import store as store
+from atomrl.pool.codec import LeaseLost, PoolError
+from atomrl.pool.store import RolloutPool
 from tests.pool.made import Clock, follow_connections, group, settings
 
 

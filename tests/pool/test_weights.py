@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from atomrl.algorithms import objective_of
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.config import LoraConfig, ModelConfig, TrainConfig
 from atomrl.engines.native import NativeEngine
 from atomrl.engines.requests import EngineOptions
-from atomrl.trainer.pool_source import PublishedWeights, WeightFollower
+from atomrl.pool.weights import PublishedWeights, WeightFollower
 from atomrl.weight_sync import InProcessTransfer, WeightMismatch
 from tests.tiny import make_tiny_model, make_tiny_tokenizer
 

@@ -8,7 +8,7 @@ from atomrl.algorithms import objective_of
 from atomrl.config import RewardConfig
 from atomrl.data.rows import to_rows
 from atomrl.rewards.compute import build_rewards
-from atomrl.trainer.report import rollout_metrics
+from atomrl.trainer.report.metrics import rollout_metrics
 from tests.rewards.batches import rollouts
 
 DEEDS = "tests.rewards.misbehaving.obey_score"

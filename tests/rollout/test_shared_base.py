@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import atomrl
 from atomrl.algorithms import objective_of
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.config import LoraConfig, ModelConfig, TrainConfig
 from atomrl.engines.cache import run_prompts
 from atomrl.engines.native import NativeEngine

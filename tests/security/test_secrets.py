@@ -15,7 +15,7 @@ from atomrl.common.secrets import check_unmasked
 from atomrl.config import ConfigError, dump_config, load_config
 from atomrl.tracking.run_directory import RunDirectory, redact_command, refuse_secrets
 from atomrl.trainer import prepare_run
-from atomrl.trainer.checks import check_secrets
+from atomrl.trainer.checks.config import check_secrets
 from tests.tiny import make_tiny_model
 
 MARKER = "s3cr3t-Marker-0123456789"

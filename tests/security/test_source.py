@@ -30,7 +30,7 @@ MAY_UNPICKLE |= {"benchmarks/simulate_cluster.py", "benchmarks/ranks.py"}
 simulation times what it pickled itself, and the benchmark of ranks speaks with its own processes."""
 
 
-PICKLES_FOR_WORKERS = {"atomrl/common/processes.py", "atomrl/environments/pool.py"}
+PICKLES_FOR_WORKERS = {"atomrl/common/workers.py", "atomrl/environments/pool.py"}
 """Modules that pickle messages to their workers. They unpickle nothing."""
 
 

@@ -19,6 +19,7 @@ from atomrl.environments.adapters import actions_in
 from atomrl.environments.builtin import action_of, first_block
 from atomrl.environments.retrieval.index import Words
 from atomrl.environments.tool_calls import FORMS, find_calls
+from atomrl.planner.gpus import gpu_of
 from atomrl.rewards import latex as boxes
 from atomrl.rewards import verifiable as tasks
 from atomrl.rewards.answers import (
@@ -43,10 +44,10 @@ from atomrl.rewards.verifiable import gsm8k, search_r1_em
 from atomrl.tracking.doctor.hacks import repeated_unit
 from atomrl.tracking.reading import comparison
 from atomrl.tracking.run_directory import rollout_rows
-from atomrl.trainer import own_functions as trial
 from atomrl.trainer.evaluate import figures, judged
-from atomrl.trainer.memory import gpu_of
-from atomrl.trainer.report import answer_end, hedges, is_empty, repeats, runs_on
+from atomrl.trainer.own_functions import trial
+from atomrl.trainer.report.metrics import answer_end, runs_on
+from atomrl.trainer.report.texts import hedges, is_empty, repeats
 from atomrl.types import Problem
 from tests.rewards.batches import trajectory
 
@@ -94,9 +95,10 @@ READERS = {
     "environments/tool_calls": [lambda text, form=form: find_calls(text, form) for form in FORMS],
     "environments/tools": [tools.URL.search],
     "environments/retrieval/index": [Words("none")],
-    "trainer/report": [answer_end, repeats, lambda text: hedges(text, "18"), is_empty],
-    "trainer/memory": [gpu_in],
-    "trainer/own_functions": [trial.ELSEWHERE.search],
+    "trainer/report/metrics": [answer_end],
+    "trainer/report/texts": [repeats, lambda text: hedges(text, "18"), is_empty],
+    "planner/gpus": [gpu_in],
+    "trainer/own_functions/trial": [trial.ELSEWHERE.search],
     "rewards/answers": [
         normalise_text,
         parse_number,

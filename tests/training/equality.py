@@ -11,9 +11,9 @@ from torch._C._distributed_c10d import TCPStore
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from atomrl.algorithms import ALGORITHMS, PREFERENCES, objective_of
-from atomrl.backends.base import LocalBackend
 from atomrl.backends.fsdp import FSDPBackend
 from atomrl.backends.group import Ranks
+from atomrl.backends.local import LocalBackend
 from atomrl.batches import flat_fields
 from atomrl.common.metrics import values
 from atomrl.config import CriticConfig, FSDPConfig, LoraConfig, ModelConfig, TrainConfig

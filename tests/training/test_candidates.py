@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from atomrl.algorithms import objective_of
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.batches import RolloutFields, select_rows
 from atomrl.common.metrics import values
 from atomrl.config import ConfigError, ModelConfig, TrainConfig, load_config
@@ -17,7 +17,7 @@ from atomrl.engines.native import NativeEngine
 from atomrl.engines.requests import EngineOptions, generate
 from atomrl.models.loading import load_tokenizer
 from atomrl.trainer import prepare_run
-from atomrl.trainer.checks import check_engine
+from atomrl.trainer.checks.engine import check_engine
 from atomrl.trainer.rl import RolloutTraining
 from atomrl.types import RaggedIds, SamplingParams, Segment
 from tests.engines import prompts_of

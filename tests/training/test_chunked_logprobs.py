@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from atomrl.algorithms import objective_of
 from atomrl.atoms import auxiliary_losses as distillation
 from atomrl.atoms import logprobs
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_batch
 from tests.training.equality import case, run_ranks, settings_of, with_ranks

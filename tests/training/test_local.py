@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.backends.ranks import BackendInActor
 from atomrl.common.metrics import values
 from atomrl.config import ConfigError, ModelConfig, TrainConfig

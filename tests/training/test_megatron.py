@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 pytest.importorskip("megatron.core", reason="needs megatron-core: make test-megatron")
 
-from atomrl.backends.base import LocalBackend
 from atomrl.backends.fsdp import FSDPBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.backends.megatron import MegatronBackend
 from atomrl.backends.megatron_layout import cut_along
 from atomrl.backends.megatron_model import LowRank
@@ -42,12 +42,10 @@ CUTS = {
 }  # fmt: skip
 PPO, ADAPTED = case("ppo"), CASES["adapters"]
 BACK_ENDS = {"megatron": (MegatronBackend, MegatronConfig), "fsdp": (FSDPBackend, FSDPConfig)}
-NORM = 2e-5
+NORM = 1e-4
 """Tolerance of losses and gradient norms, relative. Instead of the explicit products of one process, this one takes
-PyTorch's attention, as Megatron's layers do here; that is off by up to 1.3e-5 in the norm of these cases, and weights
-are within 1e-5."""
-LOOSER = {"qwen3": 1e-4}
-"""Gradients of the norms of queries and keys begin at 85000."""
+PyTorch's attention, as Megatron's layers do here; what that changes in the norm depends on the CPU (1.3e-5 on one, over
+2e-5 on another), and gradients of the norms of queries and keys begin at 85000 (qwen3). Weights are within 1e-5."""
 EVERY = {name: CASES[name] for name in SHARED} | MORE
 
 
@@ -80,7 +78,7 @@ def ranks(request, folder, tmp_path_factory):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_ranks_make_the_steps_of_one_process(folder, ranks, name):
-    compare([rank[name] for rank in ranks], alone_by_pytorch(EVERY[name], folder), LOOSER.get(name, NORM))
+    compare([rank[name] for rank in ranks], alone_by_pytorch(EVERY[name], folder), NORM)
 
 
 def watch(cut, folder, ranks):

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("megatron.core", reason="needs megatron-core: make test-megatron")
 
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.backends.megatron import MegatronBackend
 from atomrl.backends.megatron_layout import check_shape, dense
 from atomrl.config import ConfigError, MegatronConfig

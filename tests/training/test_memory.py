@@ -7,7 +7,9 @@ from typing import ClassVar
 import pytest
 import torch
 
-from atomrl.backends.base import Collective, LocalBackend, OutOfMemory
+from atomrl.backends.base import OutOfMemory
+from atomrl.backends.collective import Collective
+from atomrl.backends.local import LocalBackend
 from atomrl.batches import micro_batches
 from atomrl.common.metrics import values
 from atomrl.config import ConfigError, LoraConfig, ModelConfig, TrainConfig

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from atomrl.algorithms import objective_of
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.backends.optimizer import Diverged
 from atomrl.config import DataConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
 from atomrl.data.rows import to_rows
 from atomrl.trainer.loop import compute_advantages, update_weights
-from atomrl.trainer.report import Stopwatch, rollout_metrics, update_metrics
+from atomrl.trainer.report.metrics import rollout_metrics, update_metrics
+from atomrl.trainer.report.stopwatch import Stopwatch
 from atomrl.types import Problem, Segment, Trajectory
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch, weights_of

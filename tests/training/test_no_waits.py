@@ -11,7 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from atomrl.backends.base import Collective, LocalBackend
+from atomrl.backends.collective import Collective
+from atomrl.backends.local import LocalBackend
 from atomrl.config import CriticConfig
 from atomrl.data.rows import to_training_batches
 from atomrl.types import RaggedIds

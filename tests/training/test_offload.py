@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.config import LoraConfig, ModelConfig, TrainConfig
 from atomrl.models import offloading as offload
 from tests.models.gpt2 import save_gpt2

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MambaConfig, MistralConfig, OPTConfig
 
-from atomrl.backends.base import load_role
+from atomrl.backends.roles import load_role
 from atomrl.config import ConfigError, CriticConfig, LoraConfig, ModelConfig
 from atomrl.models.attention import states_before
 from atomrl.models.loading import load_policy

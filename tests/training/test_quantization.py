@@ -5,11 +5,11 @@ from functools import partial
 import pytest
 import torch
 
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.common.metrics import values
 from atomrl.config import ConfigError, LoraConfig, ModelConfig, TrainConfig, load_config
 from atomrl.models.quantized import quantized_layers
-from atomrl.trainer.checks import check_savers
+from atomrl.trainer.checks.config import check_savers
 from atomrl.trainer.memory import memory_estimate
 from tests.models.test_quantized import other_family
 from tests.tiny import make_tiny_model
@@ -140,7 +140,7 @@ def test_what_cannot_be_is_refused(changes, message):
 
 
 def test_without_the_package(monkeypatch, folder):
-    monkeypatch.setattr("atomrl.trainer.checks.find_spec", lambda name: None)
+    monkeypatch.setattr("atomrl.trainer.checks.config.find_spec", lambda name: None)
     config = load_config(CONFIG | {"model": {"path": folder, "lora": {}, "quantization": "nf4"}})
     with pytest.raises(ConfigError, match="nf4: bitsandbytes"):
         check_savers(config)

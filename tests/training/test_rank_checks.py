@@ -8,7 +8,7 @@ from atomrl.algorithms import objective_of
 from atomrl.config import BackendConfig, ConfigError, load_config
 from atomrl.trainer import prepare_run
 from atomrl.trainer.build import RANKED, ranked_kind
-from atomrl.trainer.checks import check_ranks, check_savers
+from atomrl.trainer.checks.config import check_ranks, check_savers
 from tests.models.gpt2 import save_gpt2
 from tests.tiny import make_tiny_model
 
@@ -76,7 +76,7 @@ def test_a_model_without_linear_layers_has_none_to_quantise(models):
 
 
 def test_impossible_settings_are_refused_before_missing_packages(models, monkeypatch):
-    monkeypatch.setattr("atomrl.trainer.checks.find_spec", lambda name: None)
+    monkeypatch.setattr("atomrl.trainer.checks.config.find_spec", lambda name: None)
     megatron = {"backend": {"type": "megatron", "ranks": 1}}
     config = quantised(models["even"], "nf4", rollout={"engine": "native"}, **megatron)
     with pytest.raises(ConfigError, match="Megatron's layers"):

@@ -15,7 +15,7 @@ import torch
 from atomrl.backends import group, ranks
 from atomrl.backends.group import RankFailed, RankLost
 from atomrl.common.metrics import values
-from atomrl.common.processes import WorkerProcess
+from atomrl.common.workers import WorkerProcess
 from atomrl.config import ConfigError, RunConfig
 from atomrl.trainer.build import given_to_rank
 from atomrl.weight_sync.channels import LOOPBACK, open_store

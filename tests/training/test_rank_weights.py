@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from atomrl.backends.base import LocalBackend
 from atomrl.backends.fsdp import FSDPBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.backends.ranks import start_ranks
 from atomrl.common.metrics import values
 from atomrl.config import FSDPConfig, LoraConfig, ModelConfig, TrainConfig

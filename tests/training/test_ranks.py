@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from atomrl.backends.base import Collective, LocalBackend
+from atomrl.backends.collective import Collective
+from atomrl.backends.local import LocalBackend
 from atomrl.common.metrics import merge, values
 from atomrl.config import ConfigError, CriticConfig, ModelConfig, TrainConfig
 from atomrl.protocols import UpdateOutput

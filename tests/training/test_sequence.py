@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.config import CriticConfig, LoraConfig
 from atomrl.data.rows import to_training_batches
 from tests.algorithms.batches import changed

@@ -17,8 +17,8 @@ from transformers import (
     StableLmConfig,
 )
 
-from atomrl.backends.base import LocalBackend
 from atomrl.backends.fsdp import check_tensor
+from atomrl.backends.local import LocalBackend
 from atomrl.config import ConfigError, FSDPConfig, LoraConfig
 from atomrl.models.loading import has_bfloat16
 from tests.tiny import make_tiny_model

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from atomrl.algorithms import objective_of
 from atomrl.atoms.kl import distribution_kl
 from atomrl.atoms.natural_gradient import fisher_vector_product, flat
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.backends.optimizer import Diverged
 from atomrl.common.metrics import values
 from atomrl.config import ConfigError, CriticConfig, LoraConfig, ModelConfig, TrainConfig

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from atomrl.algorithms import objective_of
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.config import CriticConfig, ModelConfig, TrainConfig
 from atomrl.data.rows import to_rows, to_training_batches
 from atomrl.types import Episode, Problem, Segment, Trajectory, Turn

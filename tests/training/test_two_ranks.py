@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.config import LoraConfig
 from tests.training.batches import weights_of, written
 from tests.training.comparison import compare

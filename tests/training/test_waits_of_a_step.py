@@ -7,12 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.config import CriticConfig, LoraConfig
 from atomrl.engines.fake import FakeEngine
 from atomrl.models.loading import model_weights
 from atomrl.trainer.loop import compute_advantages, update_weights
-from atomrl.trainer.report import Stopwatch, TokenRecord, update_metrics
+from atomrl.trainer.report.metrics import update_metrics
+from atomrl.trainer.report.stopwatch import Stopwatch
+from atomrl.trainer.report.tokens import TokenRecord
 from atomrl.weight_sync import InProcessTransfer
 from tests.tiny import make_tiny_model
 from tests.training.counted_device import DEVICE, CountedDevice, allow_fused

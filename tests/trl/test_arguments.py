@@ -3,7 +3,7 @@
 import pytest
 
 from atomrl.config import ConfigError, load_config, merge_trees
-from atomrl.config.loading import renamed
+from atomrl.config.keys import renamed
 from atomrl.trl import GRPOArgs
 from atomrl.trl.arguments import NAMES as NAMES_HERE
 from atomrl.trl.arguments import hint

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from atomrl.config.loading import merge_trees, nest, scalar
+from atomrl.config.overrides import scalar
+from atomrl.config.trees import merge_trees, nest
 from atomrl.tools.ui.new_run import TEMPLATE, DraftError, edited, plan_problems, problems, read, started_from
 
 SHIPPED = Path(__file__).parents[2] / "configs"

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from atomrl.algorithms.grpo import GRPO
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.local import LocalBackend
 from atomrl.batches import select_rows
 from atomrl.config import DataConfig, ModelConfig, TrainConfig
 from atomrl.data.files import RawRow
-from atomrl.data.images import ImageReader, ImageStore
+from atomrl.data.image_reader import ImageReader
+from atomrl.data.images import ImageStore
 from atomrl.data.problems import DataProcessor, problem_reader, to_problems
 from atomrl.data.rows import to_rows, to_training_batches, with_advantages
 from atomrl.engines.hf import HFEngine

@@ -11,8 +11,10 @@ from PIL import Image
 
 from atomrl.config import DataConfig
 from atomrl.data.files import DataError
-from atomrl.data.images import ImageReader, ImageStore, decoded
+from atomrl.data.image_reader import ImageReader
+from atomrl.data.images import ImageStore
 from atomrl.data.offline import demonstration_reader
+from atomrl.data.pictures import decoded
 from atomrl.data.problems import DataProcessor, PromptStream, load_problems
 from atomrl.models.loading import load_tokenizer, model_config_only
 from tests.tiny_vision import IMAGE, make_tiny_vision_model, picture

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from atomrl.common.errors import reraise_as
+from atomrl.common.memory import process_memory
 from atomrl.environments.retrieval.index import Hit, Index, RetrievalError
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -216,7 +217,7 @@ class Service:
             "status": "ok",
             "kind": self.index.kind,
             "documents": len(self.index),
-            "memory_bytes": memory_bytes(),
+            "memory_bytes": process_memory("VmRSS"),
             "queries": self.queries,
             "uptime_s": round(time.monotonic() - self._started, 3),
         }
@@ -238,15 +239,6 @@ async def _body(receive: Callable[[], Awaitable[Message]]) -> bytes:
 def cores() -> int:
     """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def memory_bytes() -> int:
-    """Return the resident memory of this process, memory-mapped files included; 0 if unknown."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
 
 
 def address_of(host: str, port: int) -> socket.socket:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.config import ConfigError, read_yaml
-from atomrl.config.loading import scalar
+from atomrl.config.overrides import scalar
 from atomrl.tools.importers.shell import REFERENCE, Script, read_script
 
 _REFERENCE = r"\$\{([A-Za-z_][\w.]*)\}"

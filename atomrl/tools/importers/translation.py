@@ -9,7 +9,8 @@ from typing import Any
 
 from atomrl.common.errors import nearest
 from atomrl.config import ConfigError
-from atomrl.config.loading import merge_trees, nest, scalar
+from atomrl.config.overrides import scalar
+from atomrl.config.trees import merge_trees, nest
 from atomrl.tools.importers.sources import Settings, text_of
 
 

@@ -27,12 +27,14 @@ from atomrl.atoms.advantages import group_std
 from atomrl.common.functions import imports_forbidden
 from atomrl.common.yaml_files import parse_yaml
 from atomrl.config import ConfigError, RunConfig, load_config, merge_trees
-from atomrl.config.loading import is_alternative_layout, mark_texts, translate
 from atomrl.config.run import objective_in, setting_in
+from atomrl.config.six_sections import is_alternative_layout, translate
+from atomrl.config.texts import mark_texts
 from atomrl.data.rows import to_rows, with_advantages
 from atomrl.objectives import PolicyObjective
 from atomrl.objectives.advantage import NoAdvantage
-from atomrl.objectives.base import Custom, equation, page
+from atomrl.objectives.choice import Custom
+from atomrl.objectives.explain import equation, page
 from atomrl.objectives.policy import COEFFICIENT
 from atomrl.objectives.policy_loss import PolicyInputs
 from atomrl.objectives.token_weights import RolloutInputs, rollout_is_product

@@ -18,8 +18,8 @@ from atomrl.models.loading import ModelNotHere, resolve_folder
 from atomrl.rewards.compute import build_rewards
 from atomrl.trainer.base import memory_sections
 from atomrl.trainer.build import algorithm_of, with_steps
-from atomrl.trainer.checks import check_best, check_ranks, check_savers
-from atomrl.trainer.offline import describe_windows
+from atomrl.trainer.checks.config import check_best, check_ranks, check_savers
+from atomrl.trainer.pretrain import describe_windows
 from atomrl.trainer.rl import batch_lines
 
 log = logging.getLogger(__name__)

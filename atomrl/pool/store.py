@@ -25,7 +25,7 @@ from filelock import FileLock
 
 from atomrl.common.files import write_jsonl
 from atomrl.config import PoolConfig
-from atomrl.trainer.pool_codec import BUSY_S, LeaseLost, PoolError, checksum, columns, decode, episode_of, pool_errors
+from atomrl.pool.codec import BUSY_S, LeaseLost, PoolError, checksum, columns, decode, episode_of, pool_errors
 from atomrl.types import Problem, RaggedIds, RewardFailure, Segment, Trajectory
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -108,6 +108,11 @@ COUNTED = ("written", "duplicates", "finished", "returned", "evicted", "expired"
 """Counts of groups since the pool was created."""
 _POLL_S = 0.002
 """Interval in which a process tries to get the pool's lock."""
+AS_TEXT = ("problem", "episode", "reward_parts", "part_weights", "made_with")
+"""Columns whose values have no common type; they are JSON text in Parquet."""
+BATCH = 64
+"""Groups per transaction of an import."""
+
 
 # --------------------------------------------------------------------------------------------------------------------
 # The pool.
@@ -467,11 +472,6 @@ class RolloutPool:
 
 # --------------------------------------------------------------------------------------------------------------------
 # Export to JSONL and Parquet, and import.
-
-AS_TEXT = ("problem", "episode", "reward_parts", "part_weights", "made_with")
-"""Columns whose values have no common type; they are JSON text in Parquet."""
-BATCH = 64
-"""Groups per transaction of an import."""
 
 
 def export_rows(pool: RolloutPool) -> Iterator[dict[str, Any]]:

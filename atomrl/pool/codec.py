@@ -33,6 +33,22 @@ from atomrl.types import Episode, Image, Problem, RaggedIds, RewardFailure, Segm
 
 BUSY_S = 60.0
 """Seconds that a process waits for the transactions of others, which take milliseconds."""
+ADVICE = {
+    "SQLITE_FULL": "the disk is full: free space, or use another folder (pool.folder); written groups are kept",
+    "SQLITE_BUSY": f"locked by another process for {BUSY_S:.0f} s: check which one hangs",
+    "SQLITE_NOTADB": "not a rollout pool, or corrupted",
+    "SQLITE_CORRUPT": "corrupted: save what `atomrl pool export` can read, then remove the file",
+    "SQLITE_CANTOPEN": "cannot be opened",
+    "SQLITE_READONLY": "cannot be written",
+    "SQLITE_IOERR": "I/O error; use a local disk, not a network file system",
+}
+"""Name of an SQLite error, or its beginning -> what to do."""
+SIZES = struct.Struct("<5I")
+PROMPT = 0
+"""Stands for the group's prompt in the list of a trajectory's segments."""
+TO_JSON = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+COLUMNS = ("index", "text", "finish_reason", "reward", "baseline_reward")
+"""Fields of a trajectory that are written unchanged."""
 
 
 class PoolError(ValueError):
@@ -45,18 +61,6 @@ class PoolEmpty(PoolError):
 
 class LeaseLost(PoolError):
     """Groups that a trainer had claimed went to another one, because its lease expired."""
-
-
-ADVICE = {
-    "SQLITE_FULL": "the disk is full: free space, or use another folder (pool.folder); written groups are kept",
-    "SQLITE_BUSY": f"locked by another process for {BUSY_S:.0f} s: check which one hangs",
-    "SQLITE_NOTADB": "not a rollout pool, or corrupted",
-    "SQLITE_CORRUPT": "corrupted: save what `atomrl pool export` can read, then remove the file",
-    "SQLITE_CANTOPEN": "cannot be opened",
-    "SQLITE_READONLY": "cannot be written",
-    "SQLITE_IOERR": "I/O error; use a local disk, not a network file system",
-}
-"""Name of an SQLite error, or its beginning -> what to do."""
 
 
 @contextmanager
@@ -76,13 +80,6 @@ def pool_errors(path: Path) -> Iterator[None]:
 
 # --------------------------------------------------------------------------------------------------------------------
 # Encoding.
-
-SIZES = struct.Struct("<5I")
-PROMPT = 0
-"""Stands for the group's prompt in the list of a trajectory's segments."""
-TO_JSON = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
-COLUMNS = ("index", "text", "finish_reason", "reward", "baseline_reward")
-"""Fields of a trajectory that are written unchanged."""
 
 
 class Encoded(NamedTuple):
@@ -160,7 +157,7 @@ def checksum(payload: bytes) -> bytes:
 
 
 def columns(group: Sequence[Trajectory]) -> dict[str, Any]:
-    """Return the columns of a group in the pool's table (`pool_store.SCHEMA`)."""
+    """Return the columns of a group in the pool's table (`store.SCHEMA`)."""
     payload, digest = encode(group)
     all_versions = {part.policy_version for item in group for part in item.segments}
     versions = [version for version in all_versions if version is not None] or [0]

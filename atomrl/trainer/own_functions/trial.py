@@ -1,9 +1,9 @@
-"""A user's own functions: put them into a config, record their source, and test them before a run loads a model.
+"""A trial of the user's functions of an objective before a run loads a model.
 
-`check_own_functions` calls the functions of an objective once with random numbers. A mistake in one (a field that does
-not exist, a wrong shape, no gradient) would otherwise show in the first step, after models are loaded and completions
-are sampled. The random numbers may be invalid inputs for a function, so it is refused only if it fails with every kind
-of rewards in `REWARDS`, and never for an error that depends on where it runs (a GPU kernel, a process group).
+`check_own_functions` calls them once with random numbers. A mistake in one (a field that does not exist, a wrong shape,
+no gradient) would otherwise show in the first step, after models are loaded and completions are sampled. The random
+numbers may be invalid inputs for a function, so it is refused only if it fails with every kind of rewards in `REWARDS`,
+and never for an error that depends on where it runs (a GPU kernel, a process group).
 """
 
 import inspect
@@ -11,9 +11,9 @@ import logging
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, get_args
@@ -23,188 +23,21 @@ from torch import Tensor
 
 from atomrl.batches import RowBatch, TrainingBatch, map_fields
 from atomrl.common.errors import did_you_mean
-from atomrl.common.functions import find_function, name_of, plain_name
-from atomrl.config import ConfigError, RunConfig, load_config
-from atomrl.data.rows import to_rows, to_training_batches
+from atomrl.config import ConfigError, RunConfig
+from atomrl.data.rows import to_training_batches
 from atomrl.objectives import PolicyObjective
 from atomrl.objectives.auxiliary import Distillation
-from atomrl.objectives.base import Custom, as_tuple, imported
+from atomrl.objectives.choice import Custom, imported
+from atomrl.objectives.objective import as_tuple
 from atomrl.protocols import Algorithm, ModelInput, ModelOutputs
-from atomrl.types import Problem, Segment, Trajectory
+from atomrl.trainer.own_functions.random_rows import MAX_ROWS, MAX_TOKENS, REWARDS, random_rows, with_inputs
 
 log = logging.getLogger(__name__)
-
-# --------------------------------------------------------------------------------------------------------------------
-# Functions passed from a Python script.
-
-
-def check_functions(reward: Any, advantage: Any, rewards: Any, callbacks: Any) -> None:
-    """Check the types of the functions that a script passes to `atomrl.train`.
-
-    Raises:
-        ConfigError: one is neither callable nor, where allowed, a name.
-    """
-    for name, function in (("reward", reward), ("advantage", advantage)):
-        if function is not None and not isinstance(function, str) and not callable(function):
-            raise ConfigError(f"{name}={function!r}: must be a function or its path, as in './my_file.py:f'")
-    if rewards is not None and not (isinstance(rewards, Mapping) and all(map(callable, rewards.values()))):
-        raise ConfigError(f"rewards={rewards!r}: must be a dict of functions by their names in reward.functions")
-    if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
-        raise ConfigError(f"callbacks={callbacks!r}: must be a list of functions f(step, metrics)")
-
-
-def with_functions(
-    config: RunConfig, reward: Callable[..., Any] | str | None, advantage: Callable[..., Any] | str | None
-) -> tuple[RunConfig, dict[str, Callable[..., Any]]]:
-    """Set the reward and the advantage of a config to functions, given as objects or by name.
-
-    Returns:
-        The config, and its rewards that exist only in this process: name in the config -> function.
-
-    Raises:
-        ConfigError: this kind of run has no rewards or advantages, or the advantage has the wrong signature.
-    """
-    tree = config.to_tree(secrets=True)
-    by_name: dict[str, Callable[..., Any]] = {}
-    if reward is None and advantage is None:
-        return config, by_name
-    if config.kind != "rl":
-        raise ConfigError(f"a {config.kind} run has no rewards or advantages")
-    if advantage is not None:
-        if not isinstance(config.algorithm, PolicyObjective):
-            raise ConfigError(f"algorithm.name={config.algorithm.name} has no advantage")
-        imported.cache_clear()  # another function may have had this name before
-        tree["algorithm"]["advantage"] = {
-            "type": "custom",
-            "function": advantage if isinstance(advantage, str) else name_of(advantage),
-        }
-    if reward is not None:
-        name = reward if isinstance(reward, str) else plain_name(reward)
-        if not isinstance(reward, str):
-            by_name[name] = reward
-        tree["reward"] |= {"functions": [{"function": name}], "by_data_source": {}}
-    return load_config(tree), by_name
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The source of the user's functions, saved in the run's folder. A config has only their names.
-
-MAX_CHARACTERS = 100_000
-
-
-def function_sources(config: RunConfig, local: Mapping[str, Any]) -> dict[str, str]:
-    """Return the source of each of the user's functions in a config: name -> source.
-
-    Args:
-        local: functions that exist only in this process, by their name in the config.
-    """
-    sources = {}
-    for name in dict.fromkeys(_function_names(config.to_tree())):
-        function = local.get(name)
-        if function is None and not ("." in name or ":" in name):
-            continue  # a built-in
-        try:
-            function = inspect.unwrap(function or find_function(name))
-            if not str(getattr(function, "__module__", "")).startswith("atomrl."):
-                sources[name] = inspect.getsource(function)[:MAX_CHARACTERS]
-        except (OSError, TypeError, ValueError):  # an object without source, or a command line
-            continue
-    return sources
-
-
-def _function_names(tree: Any) -> Iterator[str]:
-    """Yield the values of all keys `function` in a tree."""
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            if key == "function" and isinstance(value, str):
-                yield value
-            else:
-                yield from _function_names(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from _function_names(value)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# A batch of random numbers.
-
-MAX_ROWS = 512
-"""Maximum number of rows of a trial."""
-MAX_TOKENS = 64
-"""Maximum length of a completion of a trial."""
-PROMPT_TOKENS = 4
-REWARDS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "between 0 and 1": lambda random: random,
-    "0 and 1": lambda random: (torch.arange(len(random)) % 2).float(),
-    "between -1 and 0": lambda random: -random,
-}
-"""Name of a kind of rewards -> function that makes them of uniform random numbers [B] in [0, 1)."""
-
-
-def random_rows(
-    groups: int,
-    group_size: int,
-    tokens: int = 4,
-    rewards: Callable[[Tensor], Tensor] = REWARDS["between 0 and 1"],
-    weights: Sequence[float] = (1.0,),
-    turns: bool = False,
-    baselines: bool = True,
-) -> RowBatch:
-    """Return the rows of a step with random log-probs, lengths and rewards; the same on every call.
-
-    Args:
-        groups: number of prompts.
-        group_size: completions per prompt.
-        tokens: length of the longest completion.
-        rewards: a value of `REWARDS`.
-        weights: weights of the parts of the reward.
-        turns: completions have two turns, with a reward at the end of the first.
-        baselines: with rewards of extra rollouts.
-    """
-    random = torch.Generator().manual_seed(0)
-    count = groups * group_size
-    outcomes = rewards(torch.rand(count, generator=random)).tolist()
-    lengths = torch.randint(1, tokens + 1, (count,), generator=random).tolist()
-    lengths[0] = tokens
-    problem = Problem(problem_id="", prompt="", ground_truth=None)
-    names = [f"part {number}" for number in range(len(weights))]
-    trajectories = []
-    for number, (reward, length) in enumerate(zip(outcomes, lengths, strict=True)):
-        segments = [Segment(origin="prompt", token_ids=(1,) * PROMPT_TOKENS), _random_turn(length, random)]
-        if turns:
-            segments += [Segment(origin="environment", token_ids=(1,)), _random_turn(length, random)]
-        trajectories.append(
-            Trajectory(
-                prompt_id=str(number // group_size), index=number % group_size, problem=problem,
-                segments=tuple(segments), text="", finish_reason="stop", reward=reward,
-                reward_parts=dict.fromkeys(names, reward),
-                part_weights=dict(zip(names, weights, strict=True)), baseline_reward=0.5 if baselines else None,
-                token_rewards=((PROMPT_TOKENS + length - 1, reward),) if turns else (),
-            )
-        )  # fmt: skip
-    return to_rows(trajectories)
-
-
-def _random_turn(length: int, random: torch.Generator) -> Segment:
-    logprobs = tuple((torch.rand(length, generator=random) - 1).tolist())
-    return Segment(origin="model", token_ids=(1,) * length, logprobs=logprobs, policy_version=0)
-
-
-def with_inputs(rows: RowBatch, names: Iterable[str]) -> RowBatch:
-    """Add random values for inputs that the back end computes (`ModelInput`).
-
-    Values are in [-1, 0), entropies in (0, 1], and 0 outside the loss mask.
-    """
-    random, changes = torch.Generator().manual_seed(1), dict[str, Any]()
-    for name in sorted(names):
-        numbers = torch.rand(rows.rows if name == "scores" else rows.tokens.shape, generator=random) - 1
-        numbers = -numbers if name == "old_entropy" else numbers
-        changes[name] = numbers if name == "scores" else numbers * rows.loss_mask
-    return replace(rows, **changes)
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # A trial of the functions of an objective.
+
 
 ELSEWHERE = re.compile(r"cuda|triton|\bgpu|process group|distributed", re.IGNORECASE)
 """Matches errors of a function that can run only on another device or in a process group."""

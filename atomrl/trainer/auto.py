@@ -1,10 +1,16 @@
-"""Resolve `rollout.engine=auto` and `rollout.gpu_memory_utilization=auto`."""
+"""Resolve what a config leaves at `auto`: engine, its share of the GPU's memory, and settings chosen by memory.
+
+`with_engine` and `with_share` are for runs with rollouts. `chosen_here` takes the fastest settings that fit the free
+memory of this machine's GPU, by the formulas of `memory_estimate`.
+"""
 
 from __future__ import annotations
 
 import ast
 import logging
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,11 +19,12 @@ import torch
 from packaging.version import Version
 
 from atomrl.cluster.ray_cluster import Wanted
+from atomrl.common.memory import readable
 from atomrl.config import ConfigError, RunConfig, read_yaml
 from atomrl.engines.vllm import VLLMEngine
 from atomrl.models.gpt import unsupported
 from atomrl.models.loading import compute_dtype, model_config_only
-from atomrl.models.memory import BESIDE, SHARDED
+from atomrl.models.memory import BESIDE, MOST_TOKENS, SHARDED
 from atomrl.models.shapes import text_config
 from atomrl.protocols import Algorithm
 from atomrl.tracking.run_directory import installed_version, is_begun
@@ -27,6 +34,7 @@ from atomrl.trainer.memory import (
     GIB,
     LEAST_AT_ONCE,
     USABLE,
+    Memory,
     at_once,
     memory_by_phase,
     memory_estimate,
@@ -268,3 +276,141 @@ def role_parts(role: str, parts: Mapping[str, int], wanted: Mapping[str, Any]) -
         return {part: parts.get(part, 0) for part in ROLE_PARTS[role]}
     remote = {part for other in ROLE_PARTS if other in wanted for part in ROLE_PARTS[other]}
     return {part: size for part, size in parts.items() if part not in {*ENGINE_PARTS, *remote, BESIDE, "total"}}
+
+
+LEAST_TOKENS = 2048
+"""Below so many tokens in a micro-batch, recomputing layers (`gradient_checkpointing`) costs less than still smaller
+micro-batches: their matrix products are slower, and fewer rows share the prompt of their group."""
+
+MOST_AT_ONCE = 512
+"""Most completions decoded at once. The fewest are `LEAST_AT_ONCE`."""
+
+
+def autos(config: RunConfig) -> dict[str, str]:
+    """Return the settings that are `auto` and chosen by memory: section -> key."""
+    settings = {
+        "rollout": ("max_concurrent_completions", config.rollout.max_concurrent_completions),
+        "train": ("tokens_per_micro_batch", config.train.tokens_per_micro_batch),
+        "model": ("gradient_checkpointing", config.model.gradient_checkpointing),
+    }
+    used = settings if config.kind == "rl" else {name: settings[name] for name in ("train", "model")}
+    return {section: key for section, (key, value) in used.items() if value == "auto"}
+
+
+def choose(config: RunConfig, budget: int, memory_of: Callable[[RunConfig], Memory], ranks: int = 1) -> RunConfig:
+    """Replace `auto` settings by the fastest ones with which a run fits into memory.
+
+    They are chosen in this order: as many concurrent completions as fit, at most those of a step; no gradient
+    checkpointing, if a micro-batch of `LEAST_TOKENS` fits without; as many tokens per micro-batch as fit. If nothing
+    fits, the smallest values are taken.
+
+    Args:
+        config: config of any kind of run.
+        budget: bytes of one device.
+        memory_of: estimates the memory of a changed config, on the rank with the highest peak.
+        ranks: number of ranks of `config.backend`; all get the same settings.
+
+    Returns:
+        The config with numbers. `model.gradient_checkpointing` stays `auto` if it is not needed; a run turns it on if
+        it runs out of memory.
+    """
+
+    def first_fit(phases: Iterable[str], changes: Iterable[Mapping[str, Any]]) -> RunConfig:
+        """Apply the first change with which these phases fit, or the last one."""
+        for change in changes:
+            changed = with_settings(config, change)
+            memory = memory_of(changed)
+            if memory.process + memory.resident + max(memory.phases.get(phase, 0) for phase in phases) <= budget:
+                break
+        return changed
+
+    unset, replicas = autos(config), ranks // config.backend.ranks_per_row if config.backend else 1
+    rows = -(-config.rows_per_update // replicas)
+    if "rollout" in unset:
+        completions = min(MOST_AT_ONCE, config.rollout.prompts_per_step * config.rollout.completions_per_prompt)
+        sizes = halves(completions, LEAST_AT_ONCE)
+        config = first_fit(["rollout"], ({"rollout": {"max_concurrent_completions": size}} for size in sizes))
+    if "train" in unset or "model" in unset:
+        row = config.data.max_prompt_tokens + config.rollout.max_completion_tokens
+        row = min(row, config.train.max_row_tokens or row)
+        most = max(row, min(MOST_TOKENS, rows * row))
+        tokens = config.train.tokens_per_micro_batch
+        sizes, least = ([tokens], 1) if tokens != "auto" else (halves(most, row), min(most, LEAST_TOKENS))
+        # (gradient checkpointing, tokens): first large micro-batches without checkpointing, then all sizes with it.
+        pairs: list[tuple[Any, int]] = [(config.model.gradient_checkpointing, size) for size in sizes]
+        if "model" in unset:
+            pairs = [pair for pair in pairs if pair[1] >= least] + [(True, size) for size in sizes]
+        config = first_fit(
+            ["log-probs", "update"],
+            (
+                {"train": {"tokens_per_micro_batch": size}, "model": {"gradient_checkpointing": checkpointing}}
+                for checkpointing, size in pairs
+            ),
+        )
+    return config
+
+
+def halves(most: int, least: int) -> list[int]:
+    """Halve a number repeatedly, down to a lower bound.
+
+    Example:
+        >>> halves(100, 20), halves(8, 8)
+        ([100, 50, 25, 20], [8])
+    """
+    sizes = [most]
+    while sizes[-1] > least:
+        sizes.append(max(least, sizes[-1] // 2))
+    return sizes
+
+
+def chosen_here(config: RunConfig, algorithm: Algorithm, ranks: int) -> RunConfig:
+    """Replace `auto` settings by those for this machine's GPU, and log them with the reason.
+
+    A resumed run keeps the settings that it started with. `auto` stays, and means the defaults in the config reference,
+    on a CPU, for a fresh model, and in Ray actors, whose GPUs are not known here.
+    """
+    unset = autos(config)
+    if not unset:
+        return config
+    if is_begun(config.run_dir) and (file := config.run_dir / "config.yaml").is_file():
+        stored = read_yaml(file)
+        same = {name: {key: stored[name][key]} for name, key in unset.items() if key in stored.get(name, {})}
+        return with_settings(config, same)
+    device = device_name(config.model.device)
+    if device == "cpu" or config.gpt is not None or config.cluster is not None:
+        return config
+    budget = int(free_bytes(device, ranks) * USABLE)
+
+    def memory_of(changed: RunConfig) -> Memory:
+        return memory_by_phase(changed, algorithm, ranks)
+
+    chosen = choose(config, budget, memory_of, ranks)
+    peak = memory_of(chosen).peak
+    log.info(
+        "auto: %s; estimated %s of %s free memory%s",
+        ", ".join(auto_values(config, chosen)), readable(peak).strip(), readable(budget).strip(),
+        " on the fullest of the ranks' GPUs" if ranks > 1 else "",
+    )  # fmt: skip
+    if peak > budget:
+        log.warning("estimated memory does not fit: `atomrl plan CONFIG` lists settings that reduce it")
+    return chosen
+
+
+def free_bytes(device: str, ranks: int) -> int:
+    """Return the free memory of a GPU; for several ranks the minimum over their GPUs on this machine."""
+    if ranks == 1:
+        return torch.cuda.mem_get_info(torch.device(device))[0]
+    count = min(ranks, torch.cuda.device_count())
+    # In another process: the query creates a CUDA context on each GPU, which holds memory until its process ends.
+    query = f"import torch; print(min(torch.cuda.mem_get_info(n)[0] for n in range({count})))"
+    return int(subprocess.run([sys.executable, "-c", query], check=True, stdout=subprocess.PIPE).stdout)
+
+
+def auto_values(config: RunConfig, chosen: RunConfig) -> list[str]:
+    """Return the values chosen for `auto` settings as `KEY=VALUE`, such as `train.tokens_per_micro_batch=8192`."""
+    lines = []
+    for section, key in autos(config).items():
+        value = getattr(getattr(chosen, section), key)
+        shown = str(value).lower() if isinstance(value, bool) else "false" if section == "model" else value
+        lines.append(f"{section}.{key}={shown}")
+    return lines

@@ -1,6 +1,6 @@
 """Run a few steps in a separate process and measure seconds by phase, lengths, rewards and peak memory.
 
-    python -m atomrl.trainer.probe FOLDER
+    python -m atomrl.planner.probe FOLDER
 
 reads FOLDER/request.json and writes FOLDER/result.json. The run stops before it saves anything.
 """
@@ -8,7 +8,6 @@ reads FOLDER/request.json and writes FOLDER/result.json. The run stops before it
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -19,9 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from atomrl.common.functions import search_in, searched
+from atomrl.common.memory import process_memory
 from atomrl.config import ConfigError, RunConfig, load_config, merge_trees
-from atomrl.models.memory import process_memory
+from atomrl.models.loading import compute_dtype, load_tokenizer, model_config_only, resolve_folder, stored_files
+from atomrl.models.shapes import auto_class
+from atomrl.trainer import prepare_run
 
 REQUEST, RESULT = "request.json", "result.json"
 FEWEST_STEPS = 3
@@ -77,7 +81,7 @@ def measure(config: RunConfig, changes: Mapping[str, Any], enough_s: float = flo
         request = {"config": tree, "folders": searched(), "enough_s": enough_s}
         Path(place, REQUEST).write_text(json.dumps(request), encoding="utf-8")
         # -P: a file in the current folder must not shadow a module
-        command = [sys.executable, "-P", "-m", "atomrl.trainer.probe", place]
+        command = [sys.executable, "-P", "-m", "atomrl.planner.probe", place]
         process = subprocess.run(command, capture_output=True, text=True, errors="replace")
         result = Path(place, RESULT)
         if not result.exists():
@@ -93,10 +97,6 @@ def measure(config: RunConfig, changes: Mapping[str, Any], enough_s: float = flo
 
 def main(place: Path) -> None:
     """Run the steps that `request.json` in `place` asks for, and write `result.json`."""
-    import torch
-
-    from atomrl.trainer import prepare_run
-
     request = json.loads((place / REQUEST).read_text(encoding="utf-8"))
     for folder in request["folders"]:  # of the user's own functions
         search_in(folder)
@@ -127,8 +127,6 @@ def main(place: Path) -> None:
 
 def has_weights(path: str) -> bool:
     """True if a model's weights are on this machine."""
-    from atomrl.models.loading import resolve_folder, stored_files
-
     try:
         return bool(stored_files(resolve_folder(path, weights=False)))
     except (ValueError, OSError):
@@ -141,11 +139,6 @@ def with_random_weights(config: RunConfig, folder: Path) -> Any:
     Raises:
         ConfigError: the model's config.json or tokenizer is not available either.
     """
-    import torch
-
-    from atomrl.models.loading import compute_dtype, load_tokenizer, model_config_only
-    from atomrl.models.shapes import auto_class
-
     model, path = config.model, config.model.path
     assert path is not None
     shape = model_config_only(path, model.trust_remote_code)
@@ -154,39 +147,6 @@ def with_random_weights(config: RunConfig, folder: Path) -> Any:
     fresh.save_pretrained(folder)
     load_tokenizer(model.tokenizer or path, model.trust_remote_code).save_pretrained(folder)
     return model.model_copy(update={"path": str(folder), "tokenizer": None})
-
-
-def device_memory() -> tuple[int, str]:
-    """Return the memory of the GPU, or what is available on this machine or in its container, and the device's name."""
-    import torch
-
-    if torch.cuda.is_available():
-        return int(torch.cuda.get_device_properties(0).total_memory), torch.cuda.get_device_name(0)
-    return available_memory(), "this machine"
-
-
-CONTROL_GROUPS = (
-    ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-"""Folder and files with a container's memory limit and usage, of control groups version 2 and 1."""
-
-
-def available_memory(root: Path = Path("/")) -> int:
-    """Return the bytes that a new process can allocate, by `/proc/meminfo` and the container's memory limit.
-
-    If the system reports neither, it is all physical memory.
-    """
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    with suppress(OSError, ValueError, IndexError):
-        limits.append(int((root / "proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) * 1024)
-    for place, limit, used, cached in CONTROL_GROUPS:
-        group = root / place
-        with suppress(OSError, ValueError, KeyError):  # no such group, or its limit is "max"
-            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            in_use = int((group / used).read_text()) - int(stat[cached])  # the page cache can be evicted
-            limits.append(int((group / limit).read_text()) - in_use)
-    return max(0, min(limits))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Worker processes, launchers' environment variables, an event loop in a thread, and detection of hangs."""
+"""Worker processes: started, messaged and killed, alone and in a pool."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
 import faulthandler
@@ -10,7 +9,6 @@ import json
 import os
 import pickle
 import random
-import re
 import signal
 import socket
 import struct
@@ -19,17 +17,15 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
-# --------------------------------------------------------------------------------------------------------------------
-# Worker processes
+from atomrl.common.launchers import without_launcher
 
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -37,9 +33,19 @@ _MARK = "ATOMRL_WORKER"
 _KILLS = 20
 """Maximum number of passes that search for and kill a process's descendants, which may start others in between."""
 _COMMAND = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); import importlib; from atomrl.common.processes import "
+    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); import importlib; from atomrl.common.workers import "
     "begin; begin(importlib.import_module(sys.argv[2]).serve, int(sys.argv[3]), int(sys.argv[4]))"
 )
+TICK_S = 0.05
+LOAD_LIMIT_S = 300.0
+"""Time limit for starting a worker and importing a user's module in it; not part of the time limit of a call."""
+MAX_LOAD_CRASHES = 4
+"""Consecutive workers that end while they import, after which the import counts as the cause."""
+PROCESS_ENDED = "its process ended (by os._exit, a signal, or out of memory)"
+_KILLED_FIRST = "1000"
+"""Highest value of `oom_score_adj`. The programs that a worker starts inherit it."""
+_FLUSH_S = 0.005
+_CHUNK_BYTES, _MAX_CHUNKS = 1 << 16, 64
 
 
 @dataclass(eq=False)
@@ -104,18 +110,6 @@ class WorkerProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(2.0)
         self.connection.close()
-
-
-TICK_S = 0.05
-LOAD_LIMIT_S = 300.0
-"""Time limit for starting a worker and importing a user's module in it; not part of the time limit of a call."""
-MAX_LOAD_CRASHES = 4
-"""Consecutive workers that end while they import, after which the import counts as the cause."""
-PROCESS_ENDED = "its process ended (by os._exit, a signal, or out of memory)"
-_KILLED_FIRST = "1000"
-"""Highest value of `oom_score_adj`. The programs that a worker starts inherit it."""
-_FLUSH_S = 0.005
-_CHUNK_BYTES, _MAX_CHUNKS = 1 << 16, 64
 
 
 @dataclass(eq=False)
@@ -374,232 +368,3 @@ def _import_path() -> list[str]:
     python = [path for name in ("stdlib", "platstdlib") if (path := sysconfig.get_path(name))]
     python += [path for path in sys.path if path.endswith("lib-dynload")]
     return list(dict.fromkeys([*python, *sys.path]))
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Launchers (torchrun, `accelerate launch`, srun): the variables that they set, and processes started without them
-
-_OF_LAUNCHERS = re.compile(
-    "RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|NODE_RANK|CROSS_RANK|CROSS_SIZE|LOCAL_SIZE|(GROUP|ROLE)_(NAME|RANK|WORLD_SIZE)|(TORCHELASTIC|PET|ACCELERATE|FSDP)_.*"
-)
-"""Variables of torchrun, accelerate and DeepSpeed with the rank, address and settings of this process. transformers,
-vLLM, SGLang and `torch.distributed` read them."""
-
-
-class Launched(NamedTuple):
-    """The rank, world size and address that a launcher gave this process."""
-
-    rank: int
-    world: int
-    local_rank: int
-    """Rank on this machine."""
-    local_world: int
-    """Processes on this machine; 0 where the launcher does not say, and their address is another machine's."""
-
-
-def launched() -> Launched | None:
-    """Return what a launcher set for this process; None where there is no launcher, or it started one process."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    rank, world, local_rank, local_world = (int(os.environ.get(name) or 0) for name in names)
-    if not local_world and os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost", "::1"):
-        local_world = world
-    return Launched(rank, world, local_rank, local_world) if world > 1 else None
-
-
-def unmet_request(ranks: int) -> str | None:
-    """Return a warning if the number of processes requested from a launcher differs from the run's ranks, else None.
-
-    Args:
-        ranks: processes that train.
-    """
-    if launched() is not None:
-        return None  # the run has as many ranks
-    there = f"this run has {ranks} rank{'s' if ranks > 1 else ''}"
-    if ranks == 1 and "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ:
-        return (
-            f"accelerate launch was asked for several processes (num_processes) but started one, so {there}: without "
-            "several GPUs it starts more only with --multi_gpu, and with --cpu none; or let this run start them: "
-            "backend.type=fsdp backend.ranks=N"
-        )
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
-        if (count := os.environ.get(name, "")).isdigit() and int(count) > 1:
-            return (
-                f"a launcher started {count} processes ({name}), each of which is a separate run, and {there}: for a "
-                "single run it must set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
-            )
-    return None
-
-
-def without_launcher() -> dict[str, str]:
-    """Return the environment of this process without a launcher's variables, for a process that it starts: with them it
-    would wait for the launcher's other processes.
-
-    Example:
-        >>> with launcher_hidden():
-        ...     without_launcher() == dict(os.environ)
-        True
-    """
-    return {name: value for name, value in os.environ.items() if not _OF_LAUNCHERS.fullmatch(name)}
-
-
-@contextmanager
-def launcher_hidden() -> Iterator[None]:
-    """Hide a launcher's variables from this process, and from those that it starts, within the block."""
-    hidden = {name: os.environ[name] for name in os.environ.keys() - without_launcher().keys()}
-    for name in hidden:
-        del os.environ[name]
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# An event loop in a thread
-
-T = TypeVar("T")
-_END_S = 5.0
-
-
-class EventLoopThread:
-    """An asyncio event loop in a thread, for callers without one; any thread may submit tasks.
-
-    Args:
-        name: name of the thread.
-
-    Example:
-        >>> import asyncio
-        >>> loop = EventLoopThread("sums")
-        >>> loop.start(asyncio.sleep(0, result=3)).result()
-        3
-        >>> loop.close(asyncio.sleep(0))
-    """
-
-    def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
-        self.thread.start()
-
-    def start(self, task: Coroutine[Any, Any, T]) -> Future[T]:
-        """Submit a task, and return its future."""
-        return asyncio.run_coroutine_threadsafe(task, self.loop)
-
-    def close(self, last: Coroutine[Any, Any, Any]) -> None:
-        """Cancel all tasks, run a last one, and end the thread; after 5 s it is left to end with the process."""
-        with suppress(TimeoutError):
-            self.start(self._end(last)).result(_END_S)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(_END_S)
-        if not self.thread.is_alive():
-            self.loop.close()
-
-    async def _end(self, last: Coroutine[Any, Any, Any]) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        await last
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Detection of hangs: code reports its `phase` and `progress`, and `HangWatch` ends a process without progress
-
-HUNG = 75
-"""Exit code of a run that hung: `EX_TEMPFAIL`, because it can be resumed."""
-_TICK_S = 1.0
-HANG_GRACE_S = 5.0
-"""Seconds added to the limit of a `HangWatch`."""
-open_phases: list[str] = []
-"""Names of the phases that this process is in, the innermost last."""
-_signs = 0
-_waits_until = 0.0
-
-
-def progress() -> None:
-    """Report progress of this process: a sampled token, a computed micro-batch, a reward."""
-    global _signs
-    _signs += 1  # a race of two threads may lose one, which leaves the other's
-
-
-def wait_for_service(seconds: float) -> None:
-    """Report that this process will wait for an unavailable service for this long, which does not count as a hang."""
-    global _waits_until
-    _waits_until = max(_waits_until, time.monotonic() + seconds)
-
-
-def waits_for_service() -> bool:
-    """Return True while the process waits for an unavailable service."""
-    return time.monotonic() < _waits_until
-
-
-@contextmanager
-def phase(name: str) -> Iterator[None]:
-    """Watch the block for hangs, under a name for messages."""
-    progress()
-    open_phases.append(name)
-    try:
-        yield
-    finally:
-        open_phases.remove(name)
-        progress()
-
-
-class HangWatch:
-    """Context manager with a thread that ends this process if there is no progress in a phase for too long.
-
-    A blocked call cannot be interrupted, so it prints the stacks of all threads and a message, and exits with `HUNG`;
-    the run can be resumed as after a kill. Time in which the process was stopped, and time between phases, does not
-    count. A few seconds are added to the limit, so that code that waits for another process with the same limit can
-    report first.
-
-    Args:
-        limit_s: time limit without progress.
-        names: descriptions of phases for the message; default "training".
-        limit_name: config key of the limit.
-    """
-
-    def __init__(self, limit_s: float, names: Mapping[str, str], limit_name: str) -> None:
-        self.limit_s, self.names, self.limit_name = limit_s, names, limit_name
-        self._seen, self._silent_s = _signs, 0.0
-        self._closed = threading.Event()
-
-    def __enter__(self) -> Self:
-        threading.Thread(target=self._work, name="watch over hangs", daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._closed.set()
-
-    def _work(self) -> None:
-        began = time.monotonic()
-        while not self._closed.wait(_TICK_S):
-            passed, began = time.monotonic() - began, time.monotonic()
-            if (hung := self.check(passed)) and not self._closed.is_set():
-                self._end(hung)
-
-    def check(self, passed_s: float) -> str | None:
-        """Check for progress, and return the phase that hangs, or None.
-
-        Args:
-            passed_s: seconds since the last call.
-        """
-        phases, signs = open_phases[:], _signs
-        silent = phases and signs == self._seen and not waits_for_service()
-        self._silent_s = self._silent_s + min(passed_s, 2 * _TICK_S) if silent else 0.0
-        self._seen = signs
-        return phases[-1] if silent and self._silent_s > self.limit_s + HANG_GRACE_S else None
-
-    def _end(self, name: str) -> None:
-        try:
-            with suppress(Exception):  # the reader of stderr may be gone
-                output = sys.__stderr__ or sys.stderr
-                faulthandler.dump_traceback(output, all_threads=True)
-                print(
-                    f"error: {self.names.get(name, 'training')} ({name}) has made no progress for {self.limit_s:g} s "
-                    f"({self.limit_name}); the stack of each thread is above. Use --resume to continue from the newest "
-                    f"checkpoint; if it was slow and not stuck, raise {self.limit_name}",
-                    file=output,
-                    flush=True,
-                )
-        finally:
-            os._exit(HUNG)

@@ -1,0 +1,1 @@
+"""Functions of the user: passed from Python, saved with the run, and tried before it."""
