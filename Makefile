@@ -30,7 +30,7 @@ quickstart quickstart-search quickstart-python: install
 	$(BIN)/atomrl train configs/$(subst -,_,$@).yaml
 
 # SFT, then GRPO, of a tiny vision-language model on questions about drawn shapes; then the control, GRPO with other pictures.
-# Not measured yet: it has not been run to its end.
+# It does not learn to see yet: see docs/guides/vision.md.
 quickstart-vision: install
 	$(BIN)/python $(INSTALL) -c constraints.txt -e ".[vision]"
 	for run in $@-warm-start $@ $@-shuffled; do \

@@ -18,7 +18,7 @@ from atomrl.models.loading import load_tokenizer
 from atomrl.models.reward_model import load_scalar, save_scalar
 from tests.templates import QWEN3, QWEN25
 from tests.tiny import make_tiny_model
-from tests.tiny_vision import make_tiny_vision_model
+from tests.tiny_vision import make_tiny_vision_model, picture
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted([*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "examples").rglob("*.yaml")])
@@ -37,7 +37,15 @@ MODELS = [
     "Qwen/Qwen2.5-3B",
 ]
 """Models and data that the configs start from."""
-VISION_MODELS = ["runs/quickstart-vision-model", "runs/quickstart-vision-warm-start/model"]
+VISION_MODELS = [
+    "runs/quickstart-vision-model",
+    "runs/quickstart-vision-warm-start/model",
+    "Qwen/Qwen2.5-VL-3B-Instruct",
+    "Qwen/Qwen3-VL-2B-Instruct",
+    "Qwen/Qwen3-VL-8B-Instruct",
+]
+HUB = {"openai": "data/gsm8k", "hiyouga": "data/geometry3k"}
+"""Owner of data on the hub -> folder of rows like them."""
 REWARD_MODEL = "runs/rlhf-reward-model/model"
 TEXTS = {"char": "data/shakespeare_char", "model": "data/corpus_gpt2"}
 """Folders of tokens, by what makes them."""
@@ -55,12 +63,15 @@ def scratch(tmp_path_factory):
     save_scalar(load_scalar(str(model), dtype="float32"), load_tokenizer(model), folder / REWARD_MODEL)
     problem, gsm8k = {"prompt": "1+1=", "ground_truth": "2"}, {"question": "1+1=", "answer": "so\n#### 2"}
     pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    picture(1).save(folder / "angle.png")
+    geometry = {"problem": "<image>Find x.", "answer": "2", "images": [str(folder / "angle.png")]}
     for name in ("1.5B", "3B", "7B", "14B", "32B"):
         (folder / f"Qwen/Qwen2.5-{name}-Instruct/chat_template.jinja").write_text(QWEN25)
     (folder / "Qwen/Qwen3-8B/chat_template.jinja").write_text(QWEN3 + "{% if enable_thinking %}{% endif %}")
     game = {"prompt": "Play.", "seed": 1, "game": "games/1.z8"}
     files = {
         "data/games.jsonl": game, "data/textworld.jsonl": game,
+        "data/geometry3k/train.jsonl": geometry, "data/geometry3k/test.jsonl": geometry,
         "data/gsm8k/train.jsonl": gsm8k, "data/gsm8k/test.jsonl": gsm8k, "data/train.jsonl": problem,
         "data/eval.jsonl": problem, "runs/rlhf/pairs.jsonl": pair, "runs/rlhf/held_out_pairs.jsonl": pair,
     }  # fmt: skip
@@ -90,8 +101,9 @@ def given(path):
     own = [f"model.path={MODELS[0]}"] if path.stem == "stories260k-gsm8k" else []  # which has no model of its own
     config = load_config(path, own)
     for key, file in (("train", "train"), ("eval", "test")):  # of the hub
-        if str(getattr(config.data, key)).startswith("openai/"):
-            own.append(f"data.{key}=data/gsm8k/{file}.jsonl")
+        name = str(getattr(config.data, key)).partition("/")[0]
+        if name in HUB:
+            own.append(f"data.{key}={HUB[name]}/{file}.jsonl")
     sizes = [name for name in ("train_size", "eval_size") if getattr(config.data, name) is not None]
     return config.kind, [str(path), *own, *(f"data.{name}=16" for name in sizes)]
 

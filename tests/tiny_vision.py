@@ -67,9 +67,17 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_tiny_vision_model(folder: Path, family: str = "qwen2_5_vl", seed: int = 0) -> Path:
-    """Save a random model, whose logits depend on the picture, with tokenizer and image processor."""
+def make_tiny_vision_model(folder: Path, family: str = "qwen2_5_vl", seed: int = 0, wide: bool = False) -> Path:
+    """Save a random model, whose logits depend on the picture, with tokenizer and image processor.
+
+    Args:
+        wide: heads of 32 numbers, which vLLM's kernels for CPUs need.
+    """
     text, vision, patch = FAMILIES[family]
+    if wide:
+        rope = text["rope_parameters"] | {"mrope_section": [8, 4, 4]}
+        text = text | {"head_dim": 32, "hidden_size": 128, "rope_parameters": rope}
+        vision = vision | {"out_hidden_size": 128, "hidden_size": 64}
     tokenizer = make_tokenizer()
     tokens = {"image": IMAGE, "video": VIDEO, "vision_start": START, "vision_end": STOP}
     shape = AutoConfig.for_model(

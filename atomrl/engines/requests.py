@@ -103,9 +103,10 @@ class StopRule:
         if any(not stop for stop in sampling.stop):
             raise ValueError("a stop string is empty")
         self.never: Tensor | None = None
-        if never := [token for token in never if token < vocab]:
+        self.never_ids = tuple(token for token in never if token < vocab)
+        if self.never_ids:
             self.never = torch.zeros(vocab, dtype=torch.bool, device=device)
-            self.never[never] = True
+            self.never[list(self.never_ids)] = True
         self.bans = bool(self.minimum and stop_ids)
         self.is_stop = torch.zeros(vocab, dtype=torch.bool, device=device)
         self.is_stop[stop_ids] = True
@@ -330,6 +331,8 @@ class RequestEngine(RolloutEngine):
     """Path of a server's health endpoint."""
     least_version: ClassVar[str | None] = None
     """Minimum version of the package."""
+    images_version: ClassVar[str | None] = None
+    """Minimum version of the package for pictures; None: `least_version`."""
     argument_class: ClassVar[str] = ""
     """`module:name` of the dataclass whose fields may be set by `EngineOptions.engine_args`."""
     own_arguments: ClassVar[Mapping[str, str]] = {}
@@ -344,13 +347,16 @@ class RequestEngine(RolloutEngine):
         return cls.package and (installed_version(cls.package) or installed_version(f"{cls.package}-cpu"))
 
     @classmethod
-    def check_version(cls) -> None:
+    def check_version(cls, least: str | None = None) -> None:
         """Check that the installed package is new enough.
 
+        Args:
+            least: minimum version; None: `least_version`.
+
         Raises:
-            ImportError: it is older than `least_version`.
+            ImportError: it is older.
         """
-        installed, least = cls.package_version(), cls.least_version
+        installed, least = cls.package_version(), least or cls.least_version
         if installed and least and Version(installed) < Version(least):
             raise ImportError(
                 f"{cls.package} {installed} is installed, but {cls.__name__} needs {least} or later: "
@@ -406,6 +412,12 @@ class RequestEngine(RolloutEngine):
         None."""
         if sampling.logprobs_over == "kept" and not cls.returns_candidates:
             return f"logprobs_over=kept: {cls.__name__} does not report which tokens were kept"
+        return None
+
+    @classmethod
+    def image_refusal(cls, sampling: SamplingParams) -> str | None:
+        """Return why the engine does not support these sampling parameters for prompts with pictures, whose tokens are
+        never sampled, beginning with the config key; else None."""
         return None
 
     def __init__(self, tokenizer: Any, max_positions: int = 2**31):

@@ -29,8 +29,10 @@ from atomrl.engines.requests import (
     eos_token_ids,
 )
 from atomrl.engines.servers import HEAD, cpu_cache_bytes, published_shapes, tied_embedding, write_weights
+from atomrl.engines.vllm_images import banned_words, multimodal
 from atomrl.engines.vllm_worker import WORKER_EXTENSION, whole_hashes
 from atomrl.models.loading import base_path, model_config_only, resolve_folder
+from atomrl.models.vision import Patches, media_tokens
 from atomrl.protocols import Adapter, WeightHash, WeightUpdate
 from atomrl.types import FinishReason, SamplingParams
 from atomrl.weight_sync.channels import write_adapters
@@ -54,6 +56,7 @@ OWN_ARGUMENTS = {
     "max_logprobs": "rollout.logprobs_over",
     "enable_sleep_mode": "",
     "worker_extension_cls": "",
+    "mm_device_do_normalize": "",
 }
 """vLLM arguments that AtomRL sets itself -> the config key that decides them ("" for none)."""
 
@@ -102,6 +105,16 @@ def worker_threads(options: EngineOptions) -> Iterator[None]:
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
+def uncut_logprobs(sampling: SamplingParams) -> str | None:
+    """Return why log-probs over the whole vocabulary cannot be had where tokens are banned; None if they can."""
+    if sampling.logprobs_over != "vocabulary" or sampling.temperature in (0, 1):
+        return None
+    return (
+        f"logprobs_over=vocabulary: at temperature={sampling.temperature:g} vLLM returns log-probs over the tokens "
+        "that may be sampled, and those of pictures may not: use temperature=1, logprobs_over=kept, or the hf engine"
+    )
+
+
 def request_fields(state: RequestState) -> dict[str, Any]:
     """Return the fields of vLLM's `SamplingParams` for a request, in process and over HTTP."""
     sampling = state.rule.sampling
@@ -121,6 +134,7 @@ def request_fields(state: RequestState) -> dict[str, Any]:
         "skip_special_tokens": False,
         "seed": state.request.seed,
         "logprobs": None if sampling.logprobs_over == "none" else ranked,
+        "bad_words": list(banned_words(state.rule.tokenizer, state.rule.never_ids)),
     }
 
 
@@ -158,14 +172,15 @@ class VLLMEngine(RequestEngine):
         eos: end-of-sequence tokens.
         tokenizer: the model's.
         whole_logprobs: see `EngineOptions`.
+        images: reads the patches of pictures; None: prompts have none.
     """
 
     package = "vllm"
-    least_version = LEAST_VERSION
+    least_version, images_version = LEAST_VERSION, "0.32"
     argument_class = "vllm.engine.arg_utils:EngineArgs"
     own_arguments = OWN_ARGUMENTS
     probe = "from vllm import ModelRegistry; archs = ModelRegistry.get_supported_archs()"
-    seeded = returns_candidates = supports_lora = True
+    seeded = returns_candidates = supports_lora = supports_images = True
     # 10.4 ms per step of 28 layers and 256 rows, and 15.1 with log-probs. The cost of a layer is the native engine's,
     # the rest counts as the host's. Adapters are an estimate.
     decode_time = DecodeTime(
@@ -180,8 +195,10 @@ class VLLMEngine(RequestEngine):
         eos: tuple[int, ...],
         tokenizer: Any,
         whole_logprobs: bool = False,
+        images: Patches | None = None,
     ) -> None:
         super().__init__(tokenizer, llm.vllm_config.model_config.max_model_len)
+        self.images = images
         self.llm, self.shapes, self.tied, self.eos, self.whole_logprobs = llm, shapes, tied, eos, whole_logprobs
         self.folder = TemporaryFolder("update")
         self.adapters: Any = None
@@ -194,9 +211,9 @@ class VLLMEngine(RequestEngine):
         On a CPU the KV cache is large enough for all rows, but at most 4 GiB.
 
         Raises:
-            ImportError: vLLM is not installed, or older than `least_version`.
+            ImportError: vLLM is not installed, or older than `least_version`; for pictures than `images_version`.
         """
-        cls.check_version()
+        cls.check_version(None if options.images is None else cls.images_version)
         # Run the engine core in this process, so that weights are not copied to another one.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import EngineArgs, LLMEngine
@@ -228,12 +245,14 @@ class VLLMEngine(RequestEngine):
             "disable_log_stats": True,
             "worker_extension_cls": WORKER_EXTENSION,
         }
+        if options.images is not None:  # its pictures come normalized
+            arguments["mm_device_do_normalize"] = False
         with launcher_hidden(), _preserved_rng(options.device), worker_threads(options):
             llm = LLMEngine.from_engine_args(EngineArgs(**arguments | dict(options.engine_args)))
         torch.set_num_threads = set_threads  # on a CPU vLLM replaces it by a function that does nothing
         eos = eos_token_ids(folder, config, tokenizer)
         shapes = published_shapes(folder, config, options.trust_remote_code)
-        return cls(llm, shapes, tied_embedding(config, shapes), eos, tokenizer, options.whole_logprobs)
+        return cls(llm, shapes, tied_embedding(config, shapes), eos, tokenizer, options.whole_logprobs, options.images)
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of the published weights; a tied head has none."""
@@ -249,6 +268,8 @@ class VLLMEngine(RequestEngine):
             folder = write_weights(replace(update, tensors=tensors), self.folder.path / "weights", dtype, self.tied)
             self.llm.collective_rpc("load_published", args=(str(folder),))
             shutil.rmtree(folder)
+        if tensors and self.images is not None:  # the workers have dropped the features of the tower before
+            self.llm.reset_encoder_cache()
         self.adapters = self._load_adapters(update.adapters, update.version) if update.adapters else None
         self.ranks = {name: len(adapter.a) for name, adapter in update.adapters.items()}
         self.llm.reset_prefix_cache(reset_running_requests=True)
@@ -301,11 +322,18 @@ class VLLMEngine(RequestEngine):
 
     def refused(self, sampling: SamplingParams) -> str | None:
         """Return why this engine, as it was started, cannot sample like that; None if it can."""
-        return self.refusal(sampling) or other_logprobs(sampling, self.whole_logprobs)
+        reason = self.image_refusal(sampling) if self.images is not None else None
+        return reason or self.refusal(sampling) or other_logprobs(sampling, self.whole_logprobs)
+
+    @classmethod
+    def image_refusal(cls, sampling: SamplingParams) -> str | None:
+        """Return why vLLM cannot give the requested log-probs where tokens are banned; None if it can."""
+        return uncut_logprobs(sampling)
 
     def _make_rule(self, sampling: SamplingParams) -> StopRule:
-        vocab = self.llm.vllm_config.model_config.get_vocab_size()
-        return StopRule(sampling, self.eos, self.tokenizer, vocab, torch.device("cpu"))
+        model = self.llm.vllm_config.model_config
+        never = media_tokens(model.hf_config) if self.images is not None else ()
+        return StopRule(sampling, self.eos, self.tokenizer, model.get_vocab_size(), torch.device("cpu"), never)
 
     def _advance(self, end: float) -> list[tuple[RequestState, FinishReason]]:
         from vllm import SamplingParams as VLLMSampling
@@ -315,7 +343,10 @@ class VLLMEngine(RequestEngine):
         while self.waiting:
             state = self.waiting.popleft()
             state.set_version(self.version)
-            prompt = TokensPrompt(prompt_token_ids=list(state.request.prompt_token_ids))
+            prompt: Any = TokensPrompt(prompt_token_ids=list(state.request.prompt_token_ids))
+            if state.request.images:
+                assert self.images is not None, "the engine of a run with pictures is created with `images`"
+                prompt = multimodal(state.request, self.images, self.llm.vllm_config.model_config.dtype)
             params = VLLMSampling(**request_fields(state), output_kind=RequestOutputKind.DELTA)
             self.llm.add_request(state.request.request_id, prompt, params, lora_request=self.adapters)
         finished: list[tuple[RequestState, FinishReason]] = []
@@ -326,6 +357,8 @@ class VLLMEngine(RequestEngine):
             for output in outputs:
                 progress()
                 state, (delta,) = self.held[output.request_id], output.outputs
+                if output.prompt_token_ids != list(state.request.prompt_token_ids):
+                    raise RuntimeError(f"vLLM read {output.request_id} as another prompt than the row has")
                 _append(state, delta)
                 if output.finished:
                     if delta.finish_reason not in ("stop", "length"):

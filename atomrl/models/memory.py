@@ -33,7 +33,10 @@ def _entries() -> list[tuple[list[str], dict[str, Any]]]:
     for entry in file["models"]:
         kind, names = entry.pop("type"), entry.pop("names")
         sizes = dict(zip(file["columns"], entry.pop("shape"), strict=True))
-        entries.append((names, {"model_type": kind, **file["families"].get(kind, {}), **sizes, **entry}))
+        vision, text = entry.pop("vision", None), {**file["families"].get(kind, {}), **sizes, **entry}
+        tied = text.get("tie_word_embeddings")
+        whole = {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
+        entries.append((names, {"model_type": kind, **(whole if vision else text)}))
     return entries
 
 

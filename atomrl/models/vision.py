@@ -30,11 +30,17 @@ FEATURE_BYTES = 1 << 30
 class Patches(Protocol):
     """Reads pictures as patches (`data.images.ImageReader`)."""
 
+    image_token: int
+    """Token of a picture, once for each feature."""
+
     def __call__(self, image: Image) -> tuple[Tensor, Tensor]:
         """Return the patches [P, D] of a picture, and its grid [3]."""
 
     def patches(self, image: Image) -> int:
         """Return the number of patches of a picture."""
+
+    def tokens(self, image: Image) -> int:
+        """Return the number of tokens of a picture."""
 
 
 def why_no_images(config: Any, path: object) -> str | None:

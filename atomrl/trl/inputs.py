@@ -1,14 +1,18 @@
 """Convert Python objects (data sets, reward functions, peft configs) into sections of a config."""
 
+import base64
+import io
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from atomrl.config import ConfigError, DataConfig
+from atomrl.data.columns import IMAGES
 from atomrl.data.files import DataError, RawRow, error_list
+from atomrl.data.images import STARTS, ImageStore
 from atomrl.data.problems import problem_reader, read_source, to_problems
 from atomrl.data.tasks import generate, is_generator
 from atomrl.rewards.compute import name_functions
@@ -20,8 +24,9 @@ INSTRUCTION = "Think between <think> and </think>, then write the number alone b
 ANSWERS = ("ground_truth", "answer", "solution")
 """Names of the ground truth column; the first that the rows have is used."""
 
-PICTURES = "atomrl.trl does not train on pictures yet; a config does (docs/guides/vision.md)"
-"""Reason why a script with pictures is refused."""
+PICTURE_COLUMNS = ("image", "images")
+"""Columns of a row that have its pictures, as in TRL."""
+TOWER = "differs from TRL: the vision tower of a model that reads pictures: TRL trained; here left as it is"
 
 DatasetRows = list[dict[str, Any]]
 
@@ -37,23 +42,64 @@ def built_in_rows() -> DatasetRows:
     return [{**row, "prompt": f"{row['prompt']}\n{INSTRUCTION}"} for row in rows]
 
 
-def refuse_pictures(rows: DatasetRows, name: str) -> None:
-    """Raise ConfigError if the first row has pictures, on which the trainers here do not train."""
-    for column, value in rows[0].items() if rows else ():
-        parts = [part for message in value for part in _parts(message)] if isinstance(value, list) else []
-        if column in ("image", "images") or type(value).__module__.startswith("PIL") or "image" in parts:
-            raise ConfigError(f"{name}: the column {column!r} has pictures: {PICTURES}")
+def has_pictures(rows: DatasetRows) -> bool:
+    """Return whether rows have pictures, in a column or in messages."""
+    return any(
+        column in PICTURE_COLUMNS or (isinstance(value, list) and any("image" in _types(message) for message in value))
+        for row in rows
+        for column, value in row.items()
+        if value
+    )
 
 
-def _parts(message: Any) -> list[Any]:
-    if type(message).__module__.startswith("PIL"):
-        return ["image"]
+def _types(message: Any) -> list[Any]:
     content = message.get("content") if isinstance(message, Mapping) else None
     return [part.get("type") for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
 
 
+def with_pictures(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a row whose pictures a JSON file can hold: as data URLs, and paths that do not depend on a folder.
+
+    Args:
+        folder: from which relative paths in the row are read.
+    """
+
+    def inline(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [inline(one) for one in value]
+        if isinstance(value, Mapping) and {"bytes", "path"} & value.keys():
+            value = value["path"] if value.get("bytes") is None else value["bytes"]
+        if hasattr(value, "save") and hasattr(value, "mode"):  # an image of Pillow
+            buffer = io.BytesIO()
+            value.save(buffer, "PNG")
+            value = buffer.getvalue()
+        if isinstance(value, bytes | bytearray):
+            return f"data:application/octet-stream;base64,{base64.b64encode(value).decode()}"
+        if isinstance(value, str) and value and not value.startswith(("data:", "http:", "https:", "file:", *STARTS)):
+            return str((folder / value).absolute())
+        return value
+
+    def of_parts(message: Any) -> Any:
+        if "image" not in _types(message):
+            return message
+        parts = [
+            {**part, "image": inline(part["image"])} if isinstance(part, Mapping) and part.get("image") else part
+            for part in message["content"]
+        ]
+        return {**message, "content": parts}
+
+    return {
+        column: inline(value)
+        if column in PICTURE_COLUMNS
+        else [of_parts(message) for message in value]
+        if isinstance(value, list)
+        else value
+        for column, value in row.items()
+    }
+
+
 SFT_LAYOUTS = ("messages",), ("conversations",), ("prompt", "completion")
-WITH_TEXT = frozenset({"tools", "chat_template_kwargs"})
+WITH_TEXT = frozenset({"tools", "chat_template_kwargs", *PICTURE_COLUMNS})
 
 
 def sft_rows(rows: DatasetRows, text_field: str, formatting_func: Callable[..., Any] | None) -> DatasetRows:
@@ -102,24 +148,23 @@ def dataset_rows(dataset: Any, name: str, copy_answer: bool = True) -> DatasetRo
         copy_answer: False: only a column `ground_truth` is the ground truth.
 
     Raises:
-        ConfigError: the rows have pictures.
         DataError: the data set is of another type or empty, or rows are invalid (all are listed).
     """
     raw = _raw_rows(dataset, name)
     rows = [item.row for item in raw if item.row is not None]
-    refuse_pictures(rows, name)
+    store = ImageStore("images") if has_pictures(rows[:1]) else None
     answers = ANSWERS if copy_answer else ANSWERS[:1]
     answer = next((key for key in answers if any(key in row for row in rows)), None)
     read = problem_reader(DataConfig(train="-", answer_field=answer))
 
     def checked(place: str, row: Mapping[str, Any]) -> Problem:
         try:
-            json.dumps(row, allow_nan=False)
+            json.dumps({key: value for key, value in row.items() if key != IMAGES or store is None}, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise DataError(f"a value is not JSON serializable: {error}") from None
         return read(place, row)
 
-    _, problems = to_problems(raw, checked)
+    _, problems = to_problems(raw, checked, images=store)
     if problems:
         raise DataError(f"{name}: {len(problems)} rows have problems:\n{error_list(problems)}")
     if not rows:
@@ -134,7 +179,6 @@ def plain_rows(dataset: Any, name: str) -> DatasetRows:
         DataError: the data set is of another type or empty, or a row is not a dict of JSON values.
     """
     rows, read = [], _raw_rows(dataset, name)
-    refuse_pictures([raw.row for raw in read if raw.row is not None], name)
     for raw in read:
         try:
             json.dumps(raw.row, allow_nan=False)
@@ -190,7 +234,10 @@ def _raw_rows(dataset: Any, name: str) -> list[RawRow]:
             raise DataError(
                 f"{name}: {dataset} is a task; pass its problems: atomrl.data.tasks.generate({str(dataset)!r}, 500)"
             )
-        return list(read_source(str(dataset)))
+        return [
+            replace(raw, row=None if raw.row is None else with_pictures(raw.row, Path(raw.folder)))
+            for raw in read_source(str(dataset))
+        ]
     if isinstance(dataset, Mapping):
         raise DataError(f"{name} is a mapping with the keys {', '.join(map(str, dataset))}; pass one of its splits")
     if not isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__"):
@@ -200,7 +247,7 @@ def _raw_rows(dataset: Any, name: str) -> list[RawRow]:
     rows = []
     for index, row in enumerate(dataset):
         problem = None if isinstance(row, Mapping) else f"a row must be a dict with a prompt, not {type(row).__name__}"
-        rows.append(RawRow(f"{name}[{index}]", None if problem else dict(row), problem))
+        rows.append(RawRow(f"{name}[{index}]", None if problem else with_pictures(row, Path()), problem))
         if problem:
             break  # the others are not dicts either
     return rows

@@ -4,6 +4,7 @@ so there is only one training loop."""
 import copy
 import itertools
 import json
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,9 +28,10 @@ from atomrl.trl.arguments import NAMES, GRPOArgs, hint, in_trl_names
 from atomrl.trl.callbacks import Events, split_callbacks
 from atomrl.trl.configs import CONFIGS, TRLConfig, from_training_arguments
 from atomrl.trl.inputs import (
-    PICTURES,
+    TOWER,
     built_in_rows,
     dataset_rows,
+    has_pictures,
     is_reward_model,
     lora_section,
     plain_rows,
@@ -40,7 +42,7 @@ from atomrl.trl.inputs import (
 )
 from atomrl.trl.objects import GivenModel, load_trained, quantization_of, with_template, without_new_pad
 
-INPUTS = "inputs"
+INPUTS, PROCESSOR = "inputs", "preprocessor_config.json"
 OWN_TOKENIZER = object()
 """For `reward_processing_classes`: the policy's."""
 UNTRAINED = "length_penalty"
@@ -168,8 +170,9 @@ class Trainer:
         if processing_class is not None and tokenizer is not None:
             raise ConfigError("processing_class and tokenizer are the same; give only one")
         tokenizer = tokenizer if processing_class is None else processing_class
-        if tokenizer is not None and hasattr(tokenizer, "image_processor"):
-            raise ConfigError(f"processing_class: a processor of pictures: {PICTURES}; for text, give its tokenizer")
+        self._image_processor = getattr(tokenizer, "image_processor", None)
+        if self._image_processor is not None:  # a processor of text and pictures
+            tokenizer = tokenizer.tokenizer
         if isinstance(self.args, TRLConfig):
             self.args.check(batches=True)
         self._given = GivenModel(model)
@@ -211,6 +214,8 @@ class Trainer:
         self.config: RunConfig | None = None
         """The resolved config of the run; None before `train`."""
         self._train_rows, self._eval_rows = self._read_rows(train_dataset, eval_dataset)
+        if has_pictures(self._train_rows[:1]) and self._lora is None:
+            self._notes.append(TOWER)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._items: list[dict[str, Any]] = []
         self._local: dict[str, Any] = {}
@@ -391,6 +396,8 @@ class Trainer:
             for part in filter(None, parts):
                 part.save_pretrained(folder)
         model, adapters = self._given.write(inputs / "model") if not resume else self._written(inputs)
+        if (inputs / "model").exists() and not resume:
+            self._write_image_processor(inputs / "model")
         tokenizer = self._initial_tokenizer
         if tokenizer is not None and not isinstance(tokenizer, str | Path):
             if not resume:
@@ -413,6 +420,14 @@ class Trainer:
             **self._sections(),
         }
         return load_config(merge_trees(self.args.to_tree(), tree), name=type(self).__name__)
+
+    def _write_image_processor(self, folder: Path) -> None:
+        """Save the image processor of a model that was given as an object, beside its weights."""
+        name = getattr(self._given.base.config, "_name_or_path", "")
+        if self._image_processor is not None:
+            self._image_processor.save_pretrained(folder)
+        elif name and (own := resolve_folder(name, weights=False) / PROCESSOR).is_file():
+            shutil.copy(own, folder / PROCESSOR)
 
     def _written(self, inputs: Path) -> tuple[str, str | None]:
         adapters = inputs / "adapters"

@@ -6,7 +6,6 @@ from typing import Any
 
 from atomrl.config import ConfigError
 from atomrl.redirect import absent
-from atomrl.trl.inputs import PICTURES
 
 __version__ = "2026.1"
 
@@ -70,7 +69,7 @@ class FastLanguageModel:
         from peft import LoraConfig, get_peft_model
 
         if options.get("finetune_vision_layers"):
-            raise ConfigError(f"get_peft_model(finetune_vision_layers=True): {PICTURES}")
+            raise ConfigError("get_peft_model(finetune_vision_layers=True): adapters leave the vision tower alone")
         options_of_peft: dict[str, Any] = {"lora_alpha": lora_alpha, "bias": bias}
         settings = LoraConfig(
             r=r, lora_dropout=lora_dropout, use_rslora=use_rslora, **options_of_peft,
@@ -174,5 +173,5 @@ def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **_: Any) -
 
 
 def __getattr__(name: str) -> Any:
-    why = PICTURES if "Vision" in name else "of unsloth only FastLanguageModel and its helpers are here"
+    why = "of unsloth only FastLanguageModel and its helpers are here"
     raise absent("unsloth", name, f": {why}")

@@ -39,14 +39,12 @@ def read(tmp_path: Path, text: str, name: str = "", **more: str) -> Imported:
     (PPO.replace("-m verl.trainer.main_ppo", "-m my.main_verl."), "starts my.main_verl.: supported"),
     (PPO.replace("trainer.main_ppo", "experimental.one_step.main_ppo"), "one_step.main_ppo: supported"),
     (PPO.replace("python3 -m verl.trainer.main_ppo", "run"), "starts no program of verl"),
-    (f"{PPO} data.image_key=images", "image_key=images .* pictures are not translated"),
     (f"{PPO} actor_rollout_ref.rollout.multi_turn.enable=True", "multi_turn.enable=True"),
     (f"{PPO} --config-path=config --config-name=other", "--config-name=other is not there"),
     (f"{PPO} distillation.enabled=true", "distillation"),
     (f"{SFT} data.truncation=left", "truncated at the end"),
     (SEARCH.replace("state_masking=true", "state_masking=false"), "state_masking=False"),
     (f"{SEARCH} do_search=false", "do_search=False"),
-    (f"{OPENRLHF} --reward.remote_url r.py --data.image_key images", "image_key=images .* pictures are not translated"),
     (f"{OPENRLHF} --train.agent_func_path a.py", "agent_func_path=a.py"),
     (OPENRLHF, "has no reward"),
     ("source ./train_dpo.sh slurm\nsrun openrlhf $commands", "it reads ./train_dpo.sh: import that one"),
@@ -58,7 +56,7 @@ def read(tmp_path: Path, text: str, name: str = "", **more: str) -> Imported:
     (f"{TRL}lora_modules_to_save: [lm_head]\nuse_peft: true\npacking: true", "lora_modules_to_save"),
     (f"{LLAMA}stage: kto\nfinetuning_type: full", "stage=kto has no counterpart; supported: sft, dpo, rm"),
     (f"{LLAMA}stage: sft\nfinetuning_type: freeze", "finetuning_type=freeze"),
-    (f"{LLAMA}stage: sft\nfinetuning_type: full\nimage_max_pixels: 9", "pictures are not translated"),
+    (f"{LLAMA}stage: sft\nfinetuning_type: full\nfreeze_multi_modal_projector: false", "a part of the tower"),
     (f"{LLAMA}stage: sft\nfinetuning_type: full\ntokenized_path: rows", "tokenized_path=rows .* remove the key"),
     (f"{LLAMA}stage: dpo\nfinetuning_type: full\npref_loss: simpo", "loss_type=simpo"),
     (f"{SKYRL} generator.max_turns=3", "max_turns=3"),
@@ -253,3 +251,15 @@ def test_skyrl_counts_prompts_in_its_mini_batches(tmp_path: Path) -> None:
     assert (imported.config.train.rows_per_update, imported.config.rollout.prompts_per_step) == (32, 16)
     assert (imported.gpus, imported.tree["algorithm"]["kl"]["coefficient"]) == (2, 0.001)
     assert [line.partition("=")[0] for line in imported.to_do] == ["zzz.y"]
+
+
+def test_pictures_are_those_of_their_column(tmp_path: Path) -> None:
+    verl = read(tmp_path, f"{PPO} data.image_key=pics actor_rollout_ref.rollout.limit_images=4")
+    assert (verl.tree["data"]["images_field"], verl.tree["model"]["freeze_vision"]) == ("pics", False)
+    adapted = read(tmp_path, f"{PPO} data.image_key=images actor_rollout_ref.model.lora_rank=8")
+    assert "freeze_vision" not in adapted.tree["model"]
+    openrlhf = f"{OPENRLHF} --reward.remote_url r.py --data.image_key images --actor.freeze_visual_encoder"
+    assert read(tmp_path, openrlhf).tree["model"]["freeze_vision"] is True
+    llama = read(tmp_path, f"{LLAMA}stage: sft\nfinetuning_type: full\nimage_max_pixels: 9000")
+    assert (llama.tree["data"]["max_pixels"], llama.tree["data"]["min_pixels"]) == (9000, 1024)
+    assert llama.tree["model"]["freeze_vision"] is True

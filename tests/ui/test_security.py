@@ -124,7 +124,8 @@ TRAVERSALS = [
 @pytest.mark.parametrize("path", TRAVERSALS)
 def test_no_path_leads_out(client, path):
     run = client.id_of("one")
-    for place in (f"/static/{path}", f"/api/runs/{path}", f"/api/runs/{run}/{path}", f"/api/runs/{run}/prompts/{path}"):
+    parts = ("", f"/{run}", f"/{run}/prompts", f"/{run}/images")
+    for place in (f"/static/{path}", *(f"/api/runs{part}/{path}" for part in parts)):
         answer = client.get(place)
         assert answer.status == 404 and b"hunter2" not in answer.body and b"root:" not in answer.body
     assert client.get(f"/api/runs/{run}/rollouts/1/{path}/0").status == 404
@@ -148,6 +149,26 @@ def test_a_linked_file_of_a_run_is_not_read(tmp_path):
         run = client.id_of("one")
         for path in ("", "/rollouts", "/config", "/tail?after=0", "/rollouts/1/train/0", "/log"):
             assert b"hunter2" not in client.get(f"/api/runs/{run}{path}").body
+
+
+def test_a_picture_of_a_run_is_read_by_its_name_alone(tmp_path):
+    folder, name = make_run(tmp_path / "runs" / "one"), "0a" * 32 + ".png"
+    images = folder / "inputs" / "images"
+    images.mkdir(parents=True)
+    (images / name).write_bytes(b"picture")
+    (tmp_path / "secret").write_bytes(b"hunter2")
+    (images / ("0b" * 32 + ".png")).symlink_to(tmp_path / "secret")
+    for other in ("index.json", "0a" * 32 + ".svg", "0A" * 32 + ".png", "0a" * 31 + ".png", "0a" * 32 + ".png.html"):
+        (images / other).write_bytes(b"hunter2")
+    with serving(tmp_path / "runs") as (client, _):
+        place = f"/api/runs/{client.id_of('one')}/images"
+        answer = client.get(f"{place}/{name}")
+        assert (answer.status, answer.body, answer.headers["content-type"]) == (200, b"picture", "image/png")
+        for other in ({each.name for each in images.iterdir()} - {name}) | {"0c" * 32 + ".png"}:
+            assert client.get(f"{place}/{other}").status == 404
+        images.rename(tmp_path / "elsewhere")
+        images.symlink_to(tmp_path / "elsewhere")
+        assert client.get(f"{place}/{name}").status == 404
 
 
 @pytest.mark.parametrize("path", ["/api/check", "/api/plan", "/api/launches", "/api/runs/x/stop", "/api/runs/x/resume"])

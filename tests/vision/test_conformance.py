@@ -33,8 +33,8 @@ ROWS = [
 class Case:
     """A tiny model with prompts, and completions of an engine."""
 
-    def __init__(self, family, folder, **sampling):
-        self.path = make_tiny_vision_model(folder / "model", family)
+    def __init__(self, family, folder, start=HFEngine.from_pretrained, wide=False, **sampling):
+        self.path = make_tiny_vision_model(folder / "model", family, wide=wide)
         self.tokenizer, shape = load_tokenizer(self.path), model_config_only(self.path)
         self.reader = ImageReader(folder / "images", self.path, shape)
         store = ImageStore(folder / "images", reader=self.reader)
@@ -45,7 +45,7 @@ class Case:
         processor = DataProcessor(self.tokenizer, DataConfig(train="-"), images=self.reader)
         self.prompts = processor.to_prompts([(str(number), problem) for number, problem in enumerate(problems)])
         options = EngineOptions(dtype=torch.float32, device="cpu", max_concurrent_completions=16, images=self.reader)
-        self.engine = HFEngine.from_pretrained(str(self.path), self.tokenizer, options)
+        self.engine = start(str(self.path), self.tokenizer, options)
         sampling = {"completions_per_prompt": 2, "max_completion_tokens": 8, "ignore_eos": True} | sampling
         self.sampling = SamplingParams(**sampling)
         self.trajectories = generate(self.engine, self.prompts, self.sampling)

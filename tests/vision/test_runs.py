@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from atomrl.config import ConfigError, load_config
 from atomrl.data.files import DataError
+from atomrl.engines.sglang import SGLangEngine
 from atomrl.engines.vllm import VLLMEngine
 from atomrl.trainer import Options, prepare_run
 from tests.tiny import make_tiny_model
@@ -130,7 +131,8 @@ def test_groups_of_a_pool_have_their_pictures(folder):
 
 
 REFUSED = {
-    "vllm": ({"rollout": {"engine": "vllm"}}, "rollout.engine=vllm: VLLMEngine does not take pictures"),
+    "sglang": ({"rollout": {"engine": "sglang"}}, "SGLangEngine does not take pictures, and the data have some"),
+    "vllm": ({"rollout": {"engine": "vllm", "temperature": 0.7}}, "those of pictures may not: use"),
     "critic": ({"algorithm": {"name": "ppo"}}, "model cannot be used as a critic: model_type 'qwen2_5_vl' is not one"),
     "critic_of_text": ({"algorithm": {"name": "ppo"}}, "algorithm.name=ppo: a critic reads text alone"),
     "packed": ({"model": {"pack_rows": True}}, "model.pack_rows=true: rows with pictures are padded"),
@@ -159,8 +161,8 @@ def test_what_takes_text_alone_is_refused_before_weights_are_read(folder, case, 
         sections = sections | {"critic": {"path": str(critic)}}
     if case == "no_picture":
         (folder / "rl.jsonl").write_text(json.dumps(ROWS[2] | {"images": []}))
-    if case == "vllm":
-        monkeypatch.setattr(VLLMEngine, "package", None)  # it need not be installed to be refused
+    for engine in (VLLMEngine, SGLangEngine):
+        monkeypatch.setattr(engine, "package", None)  # it need not be installed to be refused
     (folder / "model" / "model.safetensors").unlink()
     made = config(folder, **sections)
     with pytest.raises(DataError if case == "packing" else ConfigError) as error:

@@ -9,7 +9,7 @@ from typing import Any
 from atomrl.config import ConfigError
 from atomrl.tools.importers import trl_arguments
 from atomrl.tools.importers.sources import Settings, flat_yaml
-from atomrl.tools.importers.translation import PICTURES, TEMPLATE, VIDEOS, Translation
+from atomrl.tools.importers.translation import TEMPLATE, VIDEOS, Translation
 from atomrl.tools.importers.trl import TRAINERS
 
 VERSION = "LLaMA-Factory of August 2026"
@@ -31,7 +31,6 @@ DEFAULTS: Settings = {
 REFUSED: Mapping[str, str] = {
     "train_on_prompt": "prompts are not trained on",
     "mask_history": "all answers of a conversation are trained on",
-    "image_max_pixels": PICTURES,
     "video_max_pixels": VIDEOS,
     "tokenized_path": "it writes tokenized rows, or trains on those there and not on dataset: remove the key",
     "ref_model": "the reference is the initial model",
@@ -119,5 +118,30 @@ def _data(t: Translation) -> None:
         t.to_do.append(f"val_size={t('val_size')}: rows are not split here: set data.eval to the held-out rows")
     if t("max_samples") is not None:
         t.put("data.train_size", t.count("max_samples"), "max_samples", because="of all data sets; there of each")
+    _pictures(t)
     if t("template") is not None:
         t.differ("chat template", f"its own {t('template')} (template)", "that of the tokenizer")
+
+
+MOST_PIXELS, LEAST_PIXELS = 768 * 768, 32 * 32
+"""Its limits for the pixels of a picture."""
+
+
+def _pictures(t: Translation) -> None:
+    """Set the limits of pictures and whether the vision tower is trained, if the file sets a key of them."""
+    most, least, tower, projector = (
+        "image_max_pixels", "image_min_pixels", "freeze_vision_tower", "freeze_multi_modal_projector",
+    )  # fmt: skip
+    if not t.is_set(most, least, tower, projector):
+        t.name_of([most, least, tower, projector])
+        return
+    t.defaults = {most: MOST_PIXELS, least: LEAST_PIXELS, tower: True, projector: True, **t.defaults}
+    t.put("data.max_pixels", t.count(most), most)
+    t.put("data.min_pixels", t.count(least), least)
+    frozen = t.flag(tower)
+    if t.flag(projector) != frozen:
+        raise t.refuse(projector, t(projector), "the projector is a part of the tower (freeze_vision_tower)")
+    if frozen or not t.tree["model"].get("lora"):
+        t.put("model.freeze_vision", frozen, tower, projector)
+    else:
+        t.differ("adapters", "of the vision tower too", "of the language model alone")

@@ -11,7 +11,6 @@ from typing import Any
 from atomrl.config import ConfigError
 from atomrl.tools.importers.sources import Settings, flat, hub_source, read_flags
 from atomrl.tools.importers.translation import (
-    PICTURES,
     TEMPLATE,
     Moves,
     Translation,
@@ -561,8 +560,7 @@ def translate(path: Path, out: Path) -> Translation:
         )
     name = t("logger.wandb.run_name") or path.stem
     t.put("run_name", run_name(name), "logger.wandb.run_name")
-    t.refuse_set({"data.tokenizer_chat_template": TEMPLATE, "data.image_key": PICTURES})
-    t.name_of(["data.max_images_per_prompt"])
+    t.refuse_set({"data.tokenizer_chat_template": TEMPLATE})
     t.put("data.chat_template", "auto" if t.flag("data.apply_chat_template") else "none", "data.apply_chat_template")
     if kind is not None:
         if isinstance(each := launcher.get("num_gpus"), int):
@@ -595,6 +593,7 @@ def _policy(t: Translation, out: Path) -> None:
     _data(t)
     _lengths_and_batches(t)
     _model(t)
+    t.put_pictures("data.image_key", "actor.freeze_visual_encoder", "data.max_images_per_prompt")
     _objective(t)
     _kl(t)
     _shaping(t)

@@ -6,7 +6,6 @@ from typing import Any
 from atomrl.config import ConfigError
 from atomrl.tools.importers.sources import Settings, read_hydra
 from atomrl.tools.importers.translation import (
-    PICTURES,
     Moves,
     Translation,
     at_least_zero,
@@ -139,7 +138,7 @@ REFUSED = {
     A + "advantage_batch_normalize": "advantages are those of the estimator",
     G + "zero_reward_on_non_stop": "algorithm.shaping is set by hand",
     G + "step_wise_trajectories": "turns are an environment (docs/guides/environments.md)",
-    G + "vision_language_generator": PICTURES,
+    G + "vision_language_generator": "pictures of environments are not translated (docs/guides/vision.md)",
     G + "sampling_params.min_p": "completions are sampled with temperature, top_p and top_k",
     "trainer.mtp.enabled": "heads for several tokens are not trained",
     "trainer.critic.model.lora.rank": "critics are trained without adapters",

@@ -39,9 +39,8 @@ TEMPLATE = (
     "the chat template is read from the tokenizer: save it with the model as chat_template.jinja, and remove the key"
 )
 """Reason for refusing a key that names another chat template."""
-PICTURES = "runs on pictures are not translated: write a config (docs/guides/vision.md)"
 VIDEOS = "videos are not trained on"
-"""Reasons for refusing keys of models with a vision tower."""
+"""Reason for refusing keys of models that read films."""
 
 
 def misspelt(name: str, names: Iterable[str]) -> str | None:
@@ -258,6 +257,33 @@ class Translation:
                 self.put(
                     "data.chat_template_kwargs", variables, *([name] if name in self.settings else []), *sorted(inside)
                 )
+
+    def put_pictures(self, column: str, frozen: str = "", most: str = "") -> bool:
+        """Set the column of pictures, and whether the vision tower is trained, if the file sets one of these keys.
+
+        Call it after `model.lora` is set.
+
+        Args:
+            column: their key for the column.
+            frozen: their key that leaves the tower as it is; "": it is trained.
+            most: their limit for the pictures of a prompt; "": there is none.
+
+        Returns:
+            True if the run has pictures.
+        """
+        names = [name for name in (column, frozen, most) if name]
+        self.name_of(names)
+        if not self.is_set(*names):
+            return False
+        self.put("data.images_field", str(self(column) or "images"), column)
+        if most:
+            self.leave(most, "a prompt may have any number of pictures")
+        trained = not (frozen and self.flag(frozen))
+        if trained and self.tree["model"].get("lora"):
+            self.differ("adapters", "of the vision tower too", "of the language model alone")
+        else:
+            self.put("model.freeze_vision", not trained, frozen)
+        return True
 
     def approximate(self, *lines: str) -> None:
         """Report what is not exactly the same; each line once."""

@@ -13,7 +13,6 @@ from atomrl.config import ConfigError
 from atomrl.tools.importers import verl_sft
 from atomrl.tools.importers.sources import Settings, read_hydra
 from atomrl.tools.importers.translation import (
-    PICTURES,
     TEMPLATE,
     VIDEOS,
     Moves,
@@ -541,7 +540,6 @@ REFUSED = {
     "docs/guides/tool_calling.md)",
     "data.tool_config_path": "tools are Python functions here (docs/guides/tool_calling.md)",
     "data.video_key": VIDEOS,
-    **dict.fromkeys(("data.image_key", A + "freeze_vision_tower", R + "limit_images"), PICTURES),
     **dict.fromkeys(
         ("distillation.enable", "distillation.enabled"), "distillation is algorithm.name=gkd or on_policy_distillation"
     ),
@@ -726,7 +724,7 @@ def _differences(t: Translation) -> None:
     t.name_of(["trainer.critic_warmup", "critic.optim.weight_decay", "critic.optim.lr_warmup_steps_ratio"])
     if t.version == OLD:
         t.differ("mean of the loss", "over a forward pass, then over passes", "over the tokens of an optimizer step")
-    else:
+    elif not t.put_pictures("data.image_key", A + "freeze_vision_tower", R + "limit_images"):
         t.differ(TOWER, "trained (freeze_vision_tower=false)", "frozen (model.freeze_vision=true)")
     if t.tree["train"].get("steps") is None:
         t.differ("end of an epoch", "rows that do not fill a batch are dropped", "they come first in the next epoch")

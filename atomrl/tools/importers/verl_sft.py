@@ -9,7 +9,6 @@ from typing import Any
 from atomrl.config import ConfigError
 from atomrl.tools.importers.sources import Settings
 from atomrl.tools.importers.translation import (
-    PICTURES,
     TEMPLATE,
     Moves,
     Translation,
@@ -117,7 +116,6 @@ REASONS = {
 REFUSED = {
     "data.custom_cls.path": "rows are read as docs/guides/data.md lists",
     **dict.fromkeys(("data.chat_template", "model.custom_chat_template"), TEMPLATE),
-    "data.image_key": PICTURES,
     "model.lora_adapter_path": "merge the adapters first: atomrl export",
     "model.mtp.enable": "heads for several tokens are not trained",
 }
@@ -155,7 +153,7 @@ def translate(path: Path, flags: Settings) -> Translation:
         t.differ(f"rows over {t.count('data.max_length')} tokens", "an error", "truncated")
     elif t("data.truncation") == "left":
         raise t.refuse("data.truncation", "left", "rows are truncated at the end")
-    if not old:
+    if not old and not t.put_pictures("data.image_key"):
         t.differ(TOWER, "trained", "frozen (model.freeze_vision=true)")
     t.differ("random draws", "its own generators", "the same seed gives another order of rows")
     return t

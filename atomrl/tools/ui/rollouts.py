@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, cast, get_args
@@ -213,6 +214,7 @@ def _recorded_at(table: TokenTable, rows: Sequence[int], ids: Ints, places: Sequ
 # Lists of rollouts, groups, and the history of a prompt.
 
 MAX_ROWS = 200
+PICTURE = re.compile(r"[0-9a-f]{64}\.(png|jpg|webp|gif|bmp)", re.ASCII)
 PREVIEW = 400
 """Characters of a prompt (its end) and of a completion (its start) in a list."""
 MAX_PROMPT_ROWS = 2000
@@ -340,7 +342,7 @@ def group(index: RolloutIndex, step: int, split: str, place: int) -> dict[str, A
     advantages = [number(value) for value in index.numbers["advantage"][members]]
     first = next((row for row in rows if row), {})
     return {
-        "step": step, "split": split, "prompt": prompt_text(first.get("prompt")),
+        "step": step, "split": split, "prompt": prompt_text(first.get("prompt")), "images": images_of(first),
         "prompt_hash": index.prompt_of(rollout), "ground_truth": first.get("ground_truth"),
         "data_source": first.get("data_source"), "prompt_id": first.get("prompt_id"),
         "arithmetic": arithmetic(rewards, advantages),
@@ -356,6 +358,17 @@ def group(index: RolloutIndex, step: int, split: str, place: int) -> dict[str, A
             for member, row, reward, advantage in zip(members, rows, rewards, advantages, strict=True)
         ],
     }  # fmt: skip
+
+
+def images_of(row: Mapping[str, Any]) -> list[str]:
+    """Return the names of the pictures of a row's prompt."""
+    images = row.get("images")
+    return [name for name in images if is_picture(name)] if isinstance(images, list) else []
+
+
+def is_picture(name: Any) -> bool:
+    """Return True for a name of a file in a run's folder of pictures: a SHA-256 and a suffix that browsers show."""
+    return isinstance(name, str) and PICTURE.fullmatch(name) is not None
 
 
 def episode_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -461,6 +474,7 @@ def prompt_history(index: RolloutIndex, prompt: str, split: str | None) -> dict[
     first = next((row for row in rows if row), {})
     return {
         "prompt": prompt_text(first.get("prompt")),
+        "images": images_of(first),
         "ground_truth": first.get("ground_truth"),
         "steps": [{"step": step, "split": of, "members": members} for (step, of), members in sorted(steps.items())],
     }

@@ -37,6 +37,7 @@ from atomrl.tools.ui.server import MAX_STREAMS, Questions, Watcher
 from atomrl.tracking.reading import Run
 from atomrl.tracking.reading.lines import ReadError
 from atomrl.tracking.reading.run import LOG, Home, home_of
+from atomrl.tracking.run_directory import IMAGES
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {
@@ -90,6 +91,7 @@ class Routes:
             ("/api/runs/{id}/rollouts/{step}/{split}/{place}/tokens/{at}", self.token),
             ("/api/runs/{id}/rollouts/{step}/{split}/{place}/advantages", self.advantages),
             ("/api/runs/{id}/prompts/{prompt}", self.prompt),
+            ("/api/runs/{id}/images/{name}", self.image),
             ("/api/compare", self.compare),
             ("/api/compare/curves.csv", self.csv),
             ("/api/compare/difference", self.difference),
@@ -223,6 +225,16 @@ class Routes:
         split = request.query_params.get("split")
         with self._reading(request) as (_, run), _refusals():
             return answer(request, rollouts.prompt_history(run.rollouts, request.path_params["prompt"], split))
+
+    def image(self, request: Request) -> Response:
+        """Return a picture of a run's folder, of which only the names of pictures are read."""
+        name, run = request.path_params["name"], self._entry(request).path
+        path = run / IMAGES / name
+        if not rollouts.is_picture(name) or path.resolve() != run.resolve() / IMAGES / name or not path.is_file():
+            raise HTTPException(404, "no such picture")
+        kind = "image/jpeg" if path.suffix == ".jpg" else f"image/{path.suffix[1:]}"
+        headers = {"cache-control": "private, max-age=86400, immutable"}
+        return Response(path.read_bytes(), media_type=kind, headers=headers)
 
     def compare(self, request: Request) -> Response:
         parts, everything = [], request.query_params.get("all") == "true"

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 
+from atomrl.common.errors import reraise_as
 from atomrl.config import ConfigError, RunConfig
 from atomrl.data.images import ImageStore
 from atomrl.data.problems import COMPLETIONS
@@ -14,7 +15,7 @@ from atomrl.objectives import PolicyObjective
 from atomrl.objectives.choice import Custom
 from atomrl.pool.store import RolloutPool
 from atomrl.protocols import Algorithm, needs_teacher
-from atomrl.trainer.build import ENGINES, engine_class, model_path, ranked_kind
+from atomrl.trainer.build import ENGINES, engine_class, model_path, ranked_kind, train_sampling
 from atomrl.trainer.own_functions.random_rows import random_rows, with_inputs
 from atomrl.types import Problem
 
@@ -58,6 +59,13 @@ def check_image_engine(config: RunConfig) -> None:
             f"rollout.engine={config.rollout.engine}: {engine.__name__} does not take pictures, and the data have "
             f"some: use rollout.engine={others}"
         )
+    if engine.package and config.cluster is not None:
+        raise ConfigError(f"cluster: {engine.__name__} takes pictures in the trainer's process alone; remove cluster")
+    if not config.rollout.server:
+        with reraise_as(ConfigError, f"rollout.engine={config.rollout.engine}, with pictures", ImportError):
+            engine.check_version(engine.images_version)
+    if reason := engine.image_refusal(train_sampling(config)):
+        raise ConfigError(f"rollout.{reason}")
 
 
 def check_images(config: RunConfig, images: ImageStore | None, algorithm: Algorithm, path: str | None) -> None:

@@ -192,7 +192,7 @@ function Group({ run, rest, query }) {
   return html`<aside class="group" ref=${box} aria-label=${t("group")}>
     <div class="bar"><h2>${t("group")} <small>${t("step_no", { n: step })}${found.data_source ? html` · ${visible(found.data_source)}` : ""}</small></h2>
       <button onClick=${() => go(run, query, { offset: query.get("offset") })}>${t("close")}</button></div>
-    <h3>${t("prompt")}</h3><pre class="text page" tabindex="0">${visible(found.prompt)}</pre>
+    <h3>${t("prompt")}</h3><${Pictures} run=${run} names=${found.images} /><pre class="text page" tabindex="0">${visible(found.prompt)}</pre>
     ${found.ground_truth !== null && found.ground_truth !== undefined && html`<p>${t("ground_truth")}: <code>${visible(typeof found.ground_truth === "string" ? found.ground_truth : JSON.stringify(found.ground_truth))}</code></p>`}
     <p><a href=${link(["run", run.id, "rollouts", "prompt", found.prompt_hash], new URLSearchParams({ split }))}>${t("through_run", { n: steps.length })}</a></p>
     <h3>${t("arithmetic")}</h3>
@@ -205,6 +205,12 @@ function Group({ run, rest, query }) {
     <ol class="members">${found.members.map((member) => html`<${Member} key=${member.place} run=${run} member=${member} step=${step} split=${split} chosen=${String(member.place) === place}
       math=${mathOf(member)} scale=${scale} />`)}</ol>
   </aside>`;
+}
+
+/** The pictures of a prompt, in the order of its <image>. */
+function Pictures({ run, names }) {
+  if (!names || !names.length) return null;
+  return html`<p class="pictures">${names.map((name, i) => html`<a href=${`/api/runs/${run.id}/images/${name}`} target="_blank" rel="noreferrer"><img src=${`/api/runs/${run.id}/images/${name}`} alt=${t("picture_n", { n: i + 1 })} title=${name} loading="lazy" /></a>`)}</p>`;
 }
 
 function Member({ run, member, step, split, chosen, math, scale }) {
@@ -242,7 +248,7 @@ function PromptHistory({ run, prompt, split }) {
   const [found, error] = useGet(`/api/runs/${run.id}/prompts/${encodeURIComponent(prompt)}${query}`, [run.id]);
   if (!found) return error ? html`<${Failure} error=${error} />` : html`<${Loading} />`;
   return html`<p><a href=${link(["run", run.id, "rollouts"])}>← ${t("rollouts")}</a></p>
-    <h2>${t("prompt_through")}</h2><pre class="text page" tabindex="0">${visible(found.prompt)}</pre>
+    <h2>${t("prompt_through")}</h2><${Pictures} run=${run} names=${found.images} /><pre class="text page" tabindex="0">${visible(found.prompt)}</pre>
     <p>${t("ground_truth")}: <code>${visible(String(found.ground_truth ?? "–"))}</code></p>
     <ol class="history">${found.steps.map((row) => {
       const given = row.members.map((member) => member.reward).filter((reward) => reward !== null);

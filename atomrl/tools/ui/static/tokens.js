@@ -54,7 +54,7 @@ export function Tokens({ run, step, split, place, text }) {
   };
   return html`${found.why && html`<p class="faint">${visible(found.why)}</p>`}
     ${!numbers && split === "train" && html`<p class="faint">${t(found.recorded.length ? "no_numbers_here" : "no_numbers")}${found.recorded.map((one, i) => html`${i ? ", " : " "}<a href=${link(["run", run.id, "rollouts", String(step), "train", String(one)])}>${t("group_n", { n: i + 1 })}</a>`)}</p>`}
-    ${found.prompt && html`<details><summary>${t("prompt_tokens", { n: found.prompt.ids.length })}</summary><pre class="text tokens" tabindex="0">${found.prompt.ids.map((id, i) => html`<span title=${`${i}: ${id}`}>${visible(found.prompt.texts ? found.prompt.texts[i] : id)}</span>${found.prompt.texts ? "" : " "}`)}</pre></details>`}
+    ${found.prompt && html`<details><summary>${t("prompt_tokens", { n: found.prompt.ids.length })}</summary><pre class="text tokens" tabindex="0">${folded(found.prompt).map(([i, many]) => html`<span title=${`${i}: ${found.prompt.ids[i]}`} class=${many > 1 ? "folded-tokens" : ""}>${visible(found.prompt.texts ? found.prompt.texts[i] : found.prompt.ids[i])}${many > 1 ? ` × ${many.toLocaleString()}` : ""}</span>${found.prompt.texts ? "" : " "}`)}</pre></details>`}
     ${names.length > 0 && html`<p class="bar"><label>${t("colour_by")} <select value=${name} onChange=${(event) => setWanted(event.target.value)}>
         ${names.map((one) => html`<option value=${one}>${t(`by_${one}`)}${alike.includes(one) ? t("all_alike") : ""}</option>`)}</select></label>
       <${Legend} name=${name} values=${numbers.columns[name]} scale=${numbers.scales[name]} />
@@ -64,6 +64,22 @@ export function Tokens({ run, step, split, place, text }) {
     <${Strip} name=${name} values=${numbers.columns[name]} scale=${numbers.scales[name]} at=${at} choose=${setAt} />`}
     <pre ref=${box} class=${`text tokens ${names.length ? "coloured" : ""}`} tabindex="0" onClick=${clicked} onMouseOver=${pointed} onKeyDown=${pressed} aria-label=${t("tokens_keys")} role="group">${spans}</pre>
     ${at === null ? numbers && html`<p class="faint">${t("choose_token")}</p>` : html`<${Numbers} path=${path} found=${found} masked=${masked} clipped=${clipped} at=${at} move=${move} />`}`;
+}
+
+/** Least length of a run of the same token that is shown once: a picture has one token for each of its features. */
+const FOLD = 8;
+
+/** The tokens of a prompt as [index, how many]. */
+function folded({ ids }) {
+  const parts = [];
+  for (let i = 0; i < ids.length;) {
+    let end = i + 1;
+    while (end < ids.length && ids[end] === ids[i]) end += 1;
+    if (end - i >= FOLD) parts.push([i, end - i]);
+    else for (let at = i; at < end; at += 1) parts.push([at, 1]);
+    i = end;
+  }
+  return parts;
 }
 
 // Characters that are invisible or change the direction of the line.
