@@ -24,7 +24,7 @@ TEMPLATE = (
 )
 TEXT = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.3, "bos_token_id": None,
+    "num_key_value_heads": 2, "max_position_embeddings": 4096, "initializer_range": 0.3, "bos_token_id": None,
     "eos_token_id": END, "pad_token_id": PAD, "tie_word_embeddings": True,
 }  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 1e4}

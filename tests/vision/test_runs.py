@@ -119,7 +119,7 @@ def test_adapters_leave_the_tower_alone_and_it_may_be_trained(folder, changes):
 
 
 def test_groups_of_a_pool_have_their_pictures(folder):
-    from atomrl.trainer.rl import fill
+    from atomrl.trainer.pool_fill import fill
 
     made = config(folder, rollout={"source": "pool"}, train={"steps": 1}, pool={"timeout_s": 5})
     prepared = prepare_run(made, {"bright": bright})
