@@ -29,8 +29,8 @@ quickstart quickstart-search quickstart-python: install
 	$(BIN)/atomrl train configs/$(subst -,_,$@)_sft.yaml
 	$(BIN)/atomrl train configs/$(subst -,_,$@).yaml
 
-# SFT, then GRPO, of a tiny vision-language model on questions about drawn shapes; then the control, GRPO with other pictures.
-# It does not learn to see yet: see docs/guides/vision.md.
+# SFT, then GRPO, of a tiny vision-language model that answers which colour drawn shapes have; then the control, GRPO with
+# other pictures.
 quickstart-vision: install
 	$(BIN)/python $(INSTALL) -c constraints.txt -e ".[vision]"
 	for run in $@-warm-start $@ $@-shuffled; do \

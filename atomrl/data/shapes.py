@@ -1,8 +1,8 @@
 """Questions about drawn shapes: the task of the vision quickstart.
 
 A picture has two to `MOST` shapes (circle, square, triangle) in three colours, each in a cell of a grid of 4 x 4. A
-question asks how many there are of a colour or of a form, or whether there are more of one colour than of another. It
-cannot be answered without the picture.
+question asks which colour they have, where it is one, how many there are of a colour or of a form, or whether there are
+more of one colour than of another. It cannot be answered without the picture.
 
 Demonstrations answer right half of the time, and else give an answer of the right kind at random. So a model that
 imitates them can answer, but has to learn by reinforcement to look.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import io
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from atomrl.common.errors import reraise_as
@@ -22,20 +23,21 @@ CELLS, CELL, MOST = 4, 8, 8
 """Cells in a row, pixels of a cell, and most shapes in a picture."""
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 230)}
 FORMS = ("circle", "square", "triangle")
-COUNT, MORE, THAN = "How many ", "More ", " than "
+COLOUR, COUNT, MORE, THAN = "Which colour", "How many ", "More ", " than "
+KINDS = ("colour", "count", "compare")
 RIGHT = 0.5
 """Share of demonstrations that are right whatever they draw."""
-WORDS = (COUNT, MORE, THAN, *COLOURS, *FORMS, "yes", "no", "?")
+WORDS = (COLOUR, COUNT, MORE, THAN, *COLOURS, *FORMS, "yes", "no", "?")
 """Strings that a tokenizer for this task encodes as one token each."""
 Scene = list[tuple[int, str, str]]
 """(cell, colour, form) of each shape."""
 
 
-def make(rng: random.Random, kinds: str = "count,compare", shuffled: bool = False) -> dict[str, Any]:
+def make(rng: random.Random, kinds: str = "colour,count,compare", shuffled: bool = False) -> dict[str, Any]:
     """Draw a problem.
 
     Args:
-        kinds: kinds of questions: `count`, `compare`, or both with a comma.
+        kinds: kinds of questions, with commas between them: `colour`, `count`, `compare`.
         shuffled: show the picture of another problem, as a control: no answer can then be known.
 
     Raises:
@@ -44,21 +46,23 @@ def make(rng: random.Random, kinds: str = "count,compare", shuffled: bool = Fals
     Example:
         >>> row = make(random.Random(0))
         >>> row["prompt"], row["ground_truth"], row["images"][0][:22]
-        ('<image>More red than blue?', 'no', 'data:image/png;base64,')
+        ('<image>How many triangle?', '3', 'data:image/png;base64,')
     """
-    known = ("count", "compare")
     chosen = kinds.split(",")
-    if not {*chosen} <= {*known}:
-        raise ValueError(f"kinds={kinds!r}: use {', '.join(known)}, or both with a comma")
-    scene, kind = draw_scene(rng), rng.choice(chosen)
-    if kind == "count":
+    if not {*chosen} <= {*KINDS}:
+        raise ValueError(f"kinds={kinds!r}: use {', '.join(KINDS)}, or several with commas")
+    kind = rng.choice(chosen)
+    scene = draw_scene(rng, kind == "colour")
+    if kind == "colour":
+        prompt, truth = f"{COLOUR}?", scene[0][1]
+    elif kind == "count":
         what = rng.choice([*COLOURS, *FORMS])
         prompt, truth = f"{COUNT}{what}?", str(sum(what in shape for shape in scene))
     else:
         one, two = rng.sample([*COLOURS], 2)
         counts = [sum(colour == each for _, each, _ in scene) for colour in (one, two)]
         prompt, truth = f"{MORE}{one}{THAN}{two}?", "yes" if counts[0] > counts[1] else "no"
-    shown = draw_scene(rng) if shuffled else scene
+    shown = draw_scene(rng, kind == "colour") if shuffled else scene
     return {
         "prompt": f"<image>{prompt}",
         "ground_truth": truth,
@@ -68,10 +72,11 @@ def make(rng: random.Random, kinds: str = "count,compare", shuffled: bool = Fals
     }
 
 
-def draw_scene(rng: random.Random) -> Scene:
+def draw_scene(rng: random.Random, one_colour: bool = False) -> Scene:
     """Draw the shapes of a picture, each in a cell of its own."""
     cells = sorted(rng.sample(range(CELLS * CELLS), rng.randint(2, MOST)))
-    return [(cell, rng.choice([*COLOURS]), rng.choice(FORMS)) for cell in cells]
+    colours = [rng.choice([*COLOURS])] if one_colour else [*COLOURS]
+    return [(cell, rng.choice(colours), rng.choice(FORMS)) for cell in cells]
 
 
 def picture(scene: Scene) -> str:
@@ -100,9 +105,11 @@ def picture(scene: Scene) -> str:
 
 def demonstrate(rng: random.Random, row: dict[str, Any]) -> str:
     """Return the right answer half of the time, else one of the same kind at random."""
+    truth = str(row["ground_truth"])
     if rng.random() < RIGHT:
-        return str(row["ground_truth"])
-    return rng.choice(["yes", "no"]) if row["ground_truth"] in ("yes", "no") else str(rng.randint(0, 4))
+        return truth
+    kinds: tuple[Sequence[str], ...] = (tuple(COLOURS), ("yes", "no"))
+    return rng.choice(next((kind for kind in kinds if truth in kind), "01234"))
 
 
 def split_by(row: dict[str, Any]) -> str:

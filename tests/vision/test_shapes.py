@@ -24,15 +24,18 @@ def shown(row):
 def test_the_answer_is_that_of_the_picture():
     rows = generate("shapes", 200, seed=0)
     assert len({row["images"][0] for row in rows}) > 190 and {row["data_source"] for row in rows} == {
-        "shapes-count", "shapes-compare"
+        "shapes-colour", "shapes-count", "shapes-compare"
     }  # fmt: skip
     for row in rows:
         shapes = [part.partition(":") for part in row["scene"].split()]
         assert shown(row) == {int(cell): what.partition("-")[0] for cell, _, what in shapes}
         words = row["prompt"].removeprefix("<image>").rstrip("?").split()
         counts = [sum(word in what for _, _, what in shapes) for word in words]
-        expected = str(counts[-1]) if words[0] == "How" else ("no", "yes")[counts[1] > counts[3]]
-        assert row["ground_truth"] == expected
+        if words[0] == "Which":
+            assert {what.partition("-")[0] for _, _, what in shapes} == {row["ground_truth"]}
+        else:
+            expected = str(counts[-1]) if words[0] == "How" else ("no", "yes")[counts[1] > counts[3]]
+            assert row["ground_truth"] == expected
 
 
 def test_the_control_shows_other_pictures_and_splits_are_apart():
@@ -42,5 +45,5 @@ def test_the_control_shows_other_pictures_and_splits_are_apart():
     held_out = {row["images"][0] for row in generate("shapes", 100, split="eval")}
     assert not held_out & {row["images"][0] for row in generate("shapes", 500)}
     assert {row["data_source"] for row in generate("shapes", 9, kinds="count")} == {"shapes-count"}
-    with pytest.raises(DataError, match="kinds='weigh': use count, compare"):
+    with pytest.raises(DataError, match="kinds='weigh': use colour, count, compare"):
         generate("shapes", 1, kinds="weigh")
