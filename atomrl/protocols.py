@@ -40,6 +40,7 @@ class WeightUpdate:
     """New weights of a trainer for an engine."""
 
     version: int
+    """Number of the training step that made the weights; 0: the initial weights."""
     tensors: Iterable[tuple[str, Tensor]] = ()
     """`(name, tensor)` pairs, named as in the published Hugging Face checkpoint. May be lazy; is read once."""
     adapters: Mapping[str, Adapter] = field(default_factory=dict)

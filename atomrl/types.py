@@ -319,7 +319,8 @@ class Segment:
     logprobs: tuple[float, ...] | None = None
     """Log-probs of the sampled tokens; None if the model did not write them, or the engine returns none."""
     policy_version: int | None = None
-    """Weight version (number of updates) that sampled the tokens; None if the model did not write them."""
+    """Weight version that sampled the tokens: the number of the training step that made it, 0 for the initial weights.
+    None if the model did not write them."""
     candidates: RaggedIds | None = None
     """The tokens that top-p and top-k left at each position, the sampled one included; `logprobs` are normalized over
     them. None: over the whole vocabulary."""

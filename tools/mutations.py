@@ -106,8 +106,8 @@ MUTATIONS = (
     ),
     Mutation(
         "resuming skips a batch",
-        "return self.stream.position, []",
-        "return self.stream.position + 4, []",
+        "CurriculumState(self.stream.position, pending,",
+        "CurriculumState(self.stream.position + 4, pending,",
         ("tests/faults/test_kills.py",),
     ),
     Mutation(

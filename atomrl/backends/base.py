@@ -319,7 +319,8 @@ class BaseBackend(ABC):
 
         An update with a non-finite gradient is skipped with a warning (`actor/skipped_updates`), one with a zero
         gradient silently (`actor/empty_updates`): weights and optimizer state stay as they are. If memory runs out,
-        micro-batches are halved until they fit, with the same gradient (`actor/out_of_memory`).
+        a back end with `retries_out_of_memory` halves micro-batches until they fit, with the same gradient
+        (`actor/out_of_memory`).
 
         Returns:
             Merged metrics of the loss, `actor/grad_norm` (before clipping) and `actor/lr`; with a critic, the same
@@ -328,6 +329,7 @@ class BaseBackend(ABC):
         Raises:
             ValueError: the batch is empty, or the algorithm needs an output that this back end does not have.
             ConfigError: a single row does not fit into memory.
+            OutOfMemory: a micro-batch does not fit, and this back end does not retry.
             Diverged: third update in a row with a non-finite gradient.
         """
         if not batch.rows:
@@ -478,16 +480,19 @@ class BaseBackend(ABC):
         return rows.lengths + torch.tensor(patches)
 
     def _in_micro_batches(
-        self, rows: RowBatch, unit: RowUnit, compute: Callable[[list[Tensor]], Result], gradient: bool = True
+        self, rows: RowBatch, row_unit: RowUnit, compute: Callable[[list[Tensor]], Result], gradient: bool = True
     ) -> Result:
-        """Return `compute(micro-batches of this rank)`; if any rank runs out of memory, retry on all with smaller ones.
+        """Return `compute(micro-batches of this rank)`.
 
         All ranks get the same number of micro-batches, empty ones included, because forward passes may be collective.
+        If memory runs out, a back end with `retries_out_of_memory` retries with smaller ones. FSDP and Megatron do
+        not: the other ranks wait inside of a layer, so new ranks continue from the newest checkpoint.
 
         Raises:
             ConfigError: a single row, or a group that must stay together, does not fit.
+            OutOfMemory: a micro-batch does not fit, and this back end does not retry.
         """
-        group_ids, max_rows = rows.unit_ids(unit), self.train.rows_per_micro_batch
+        group_ids, max_rows = rows.unit_ids(row_unit), self.train.rows_per_micro_batch
         replicas, replica = self.collective.world // self.ranks_per_row, self.collective.rank // self.ranks_per_row
         costs = self._costs(rows)
         while True:
@@ -548,9 +553,9 @@ class BaseBackend(ABC):
         size = padded_tokens(lengths, largest)
         single = len(largest if group_ids is None else set(group_ids[largest].tolist())) == 1
         if single and not self._may_checkpoint:
-            unit = "a single row" if len(largest) == 1 else f"a group of {len(largest)} rows, which stay together,"
+            what = "a single row" if len(largest) == 1 else f"a group of {len(largest)} rows, which stay together,"
             raise ConfigError(
-                f"out of memory: {unit} of {size} padded tokens does not fit ({reason}). Set "
+                f"out of memory: {what} of {size} padded tokens does not fit ({reason}). Set "
                 "model.gradient_checkpointing=true or model.lora={rank: 16}; or lower train.max_row_tokens, "
                 "rollout.max_completion_tokens or data.max_prompt_tokens; or use a smaller model"
             )

@@ -513,7 +513,7 @@ def _as_type(value: Any) -> Any:
     return {"type": value} if isinstance(value, str) else value
 
 
-class DifficultySampler(Section):
+class DifficultySamplerConfig(Section):
     """Draws each prompt once per epoch, from easy to hard."""
 
     type: Literal["difficulty"]
@@ -524,7 +524,7 @@ class DifficultySampler(Section):
     """The easiest prompt has the smallest (`min`: a level) or the largest number (`max`: a pass rate)."""
 
 
-class CustomSampler(Section):
+class CustomSamplerConfig(Section):
     """Draws prompts in the order of a class of the user's."""
 
     type: Literal["custom"]
@@ -535,7 +535,7 @@ class CustomSampler(Section):
     """Arguments that are passed to the class by name."""
 
 
-class SolvedGate(Section):
+class SolvedGateConfig(Section):
     """Drops prompts that are always solved."""
 
     type: Literal["solved"]
@@ -546,7 +546,7 @@ class SolvedGate(Section):
     """Reward of a solved completion."""
 
 
-class CustomGate(Section):
+class CustomGateConfig(Section):
     """Skips prompts and rejects groups as a class of the user's says."""
 
     type: Literal["custom"]
@@ -557,8 +557,8 @@ class CustomGate(Section):
     """Arguments that are passed to the class by name."""
 
 
-SamplerConfig = DifficultySampler | CustomSampler
-GateConfig = SolvedGate | CustomGate
+SamplerConfig = DifficultySamplerConfig | CustomSamplerConfig
+GateConfig = SolvedGateConfig | CustomGateConfig
 
 
 class CurriculumConfig(Section):
@@ -572,7 +572,7 @@ class CurriculumConfig(Section):
 
     @model_validator(mode="after")
     def _check_unique(self) -> Self:
-        names = [gate.function if isinstance(gate, CustomGate) else gate.type for gate in self.gates]
+        names = [gate.function if isinstance(gate, CustomGateConfig) else gate.type for gate in self.gates]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"curriculum.gates: {twice[0]} is given twice")
         return self

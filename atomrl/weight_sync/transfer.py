@@ -63,7 +63,7 @@ class InProcessTransfer:
         """Transfer the trainer's current weights.
 
         Args:
-            version: number of optimizer steps that they include.
+            version: number of the training step that made them; 0: the initial weights.
 
         Raises:
             ValueError: names or shapes do not match; the engine's weights are unchanged.

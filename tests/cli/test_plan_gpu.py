@@ -19,7 +19,7 @@ from atomrl.trainer.build import ENGINES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CONFIG = CONFIGS / "qwen2.5-1.5b-gsm8k-24gb.yaml"
-BY_CARD = sorted(CONFIGS.glob("*gb.yaml"))
+BY_CARD = sorted(CONFIGS.glob("*-gsm8k-*gb.yaml"))
 
 
 @pytest.fixture(autouse=True)

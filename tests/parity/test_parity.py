@@ -23,7 +23,11 @@ def test_every_adapter_and_every_reason_has_a_file():
     assert set(NOT_COVERED) <= stems
 
 
-def test_the_page_names_every_file():
+def test_the_page_names_every_file_and_the_present_atoms():
     page = (harness.GOLDEN.parents[2] / "docs" / "development" / "parity.md").read_text(encoding="utf-8")
     missing = [path.stem for path in sorted(harness.GOLDEN.glob("*.json")) if f"| `{path.stem}` |" not in page]
-    assert not missing, "run python -m tests.parity.report"
+    by_atom, _, by_file = page.partition("## Atom by library")[2].partition("## File by file")
+    rows = {line.split("`")[1] for line in by_atom.splitlines() if line.startswith("| `")}
+    listed = {atom for line in by_file.splitlines() if line.startswith("| `") for atom in line.split("`")[3::2]}
+    assert rows, "the table of atoms is gone"
+    assert not missing and rows == listed <= set(harness.all_atoms()), "run python -m tests.parity.report"

@@ -41,8 +41,8 @@ const FIRST = {
 /** Sections of the other panels, by the prefix of their first metric. */
 const SECTIONS = {
   evaluation: ["val-core", "val-aux", "val", "eval"],
-  rollouts: ["reward", "critic", "by_group", "response_length", "prompt_length", "text", "environment", "train"],
-  training: ["actor", "training", "rewards", "reward_model", "sft", "logps", "async"],
+  rollouts: ["reward", "critic", "by_group", "response_length", "prompt_length", "text", "environment", "train", "rollout", "curriculum"],
+  training: ["actor", "training", "rewards", "reward_model", "sft", "preference", "logps", "async", "pool", "rollout_corr", "moe"],
   speed: ["perf", "timing_s"],
 };
 const sectionOf = (name) => Object.keys(SECTIONS).find((section) => SECTIONS[section].includes(name.split("/")[0])) ?? "other";
