@@ -263,8 +263,8 @@ class RolloutPool:
     def start_run(self, name: str, resumed: bool) -> str:
         """Return a trainer's unique name in this pool, for its claims and for groups sampled with its weights.
 
-        A new run gets a new name: groups of an earlier run called `name` and the state of producers (`shared_state`) are
-        deleted, and its claims released. A resumed run keeps its name, and so its claims.
+        A new run gets a new name: groups of an earlier run called `name` and the state of producers (`shared_state`)
+        are deleted, and its claims released. A resumed run keeps its name, and so its claims.
         """
         with self._transaction() as db:
             key = f"run:{name}"
