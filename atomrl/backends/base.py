@@ -219,8 +219,9 @@ class BaseBackend(ABC):
                 role.model.vision = Vision(role.model.inner, images)
         self.trained = {name: role.optimizer for name, role in self.roles.items() if role.optimizer}
         self.policy = next(iter(self.roles.values()))
-        self.rounded = RoundedWeights({})
         """The policy or the reward model; in a back end with neither, its first model."""
+        self.rounded = RoundedWeights({})
+        """Memory of the engine's weights, into which updates round; only `LocalBackend` may have some."""
         self.tokens_without_gradient: int | None = None
         """Padded tokens per micro-batch of a pass without gradient; None: `tokens_per_micro_batch`."""
         if not on_cpu and self.retries_out_of_memory:
@@ -258,7 +259,7 @@ class BaseBackend(ABC):
 
     def close(self) -> None:
         """Free the models and their optimizers."""
-        self.roles, self.trained = {}, {}
+        self.roles, self.trained, self.rounded = {}, {}, RoundedWeights({})
         del self.policy
         self.free_memory()
 

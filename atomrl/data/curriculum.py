@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -419,18 +420,19 @@ class Curriculum:
             parts = {name: dict(state) for name, gate in self.gates.items() if (state := gate.state())}
             if isinstance(self.stream, SampledStream):
                 parts["sampler"] = self.stream.state([position for position, _ in pending])
-            return CurriculumState(self.stream.position, pending, parts)
+            return CurriculumState(self.stream.position, pending, deepcopy(parts))  # parts go on learning
 
     def load(self, state: CurriculumState) -> None:
         """Continue from a state. Parts that it does not have begin anew."""
         with self._lock:
             self.stream.position, self._open, self.is_empty = state.position, {}, False
             self._again = [(position, step) for position, step in state.pending]
+            parts = deepcopy(dict(state.parts))
             for name, gate in self.gates.items():
-                if name in state.parts:
-                    gate.load(state.parts[name])
-            if isinstance(self.stream, SampledStream) and "sampler" in state.parts:
-                self.stream.load(state.parts["sampler"])
+                if name in parts:
+                    gate.load(parts[name])
+            if isinstance(self.stream, SampledStream) and "sampler" in parts:
+                self.stream.load(parts["sampler"])
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of all parts, as `curriculum/NAME`."""

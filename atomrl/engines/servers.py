@@ -30,7 +30,6 @@ from atomrl.engines.requests import EngineOptions, RequestEngine, RequestState, 
 from atomrl.models.loading import base_path, model_config_only, read_weights, resolve_folder
 from atomrl.models.memory import is_tied, layer_count, widths
 from atomrl.models.shapes import text_config
-from atomrl.models.vision import media_tokens
 from atomrl.protocols import WeightHash, WeightUpdate
 from atomrl.types import FinishReason, GenerationOutput, GenerationRequest, SamplingParams
 from atomrl.weight_sync.channels import write_adapters, write_update
@@ -197,9 +196,8 @@ class ServerEngine(Distributor[Server], RequestEngine):
         return f"{self.version}@{self.engine_id}"
 
     def _make_rule(self, sampling: SamplingParams) -> StopRule:
-        never = media_tokens(self.config) if self.options.images is not None else ()
         vocab = text_config(self.config).vocab_size
-        return StopRule(sampling, self.eos, self.tokenizer, vocab, torch.device("cpu"), never)
+        return StopRule(sampling, self.eos, self.tokenizer, vocab, torch.device("cpu"))
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Send requests to servers: a group to one server, a continuation to the server that has its cache.

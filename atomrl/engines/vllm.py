@@ -357,7 +357,8 @@ class VLLMEngine(RequestEngine):
             for output in outputs:
                 progress()
                 state, (delta,) = self.held[output.request_id], output.outputs
-                if output.prompt_token_ids != list(state.request.prompt_token_ids):
+                first = state.request.images and not state.token_ids
+                if first and output.prompt_token_ids != list(state.request.prompt_token_ids):
                     raise RuntimeError(f"vLLM read {output.request_id} as another prompt than the row has")
                 _append(state, delta)
                 if output.finished:

@@ -1,4 +1,4 @@
-"""Pictures in requests to vLLM, in process (`multimodal`) and over HTTP (`features`).
+"""Pictures in requests to vLLM in this process.
 
 vLLM gets the tokens of the row, each picture's included, and the patches that the trainer reads. It neither expands
 places nor resizes pictures again: given expanded tokens and a picture, it expands them once more without an error. It
@@ -69,18 +69,6 @@ def multimodal(request: GenerationRequest, read: Patches, dtype: torch.dtype) ->
         mm_hashes={"image": [image.name for image in request.images]},
         mm_placeholders={"image": [PlaceholderRange(offset=start, length=length) for start, length in ranges]},
     )
-
-
-def features(request: GenerationRequest, read: Patches, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the field `features` of a request to vLLM's server, with the patches in base64."""
-    from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import encode_mm_kwargs_item
-
-    ranges = places(request.prompt_token_ids, request.images, read)
-    return {
-        "mm_hashes": {"image": [image.name for image in request.images]},
-        "mm_placeholders": {"image": [{"offset": start, "length": length} for start, length in ranges]},
-        "kwargs_data": {"image": [encode_mm_kwargs_item(item(image, read, dtype)) for image in request.images]},
-    }
 
 
 @lru_cache(maxsize=4)

@@ -15,7 +15,6 @@ from atomrl.engines.http import Server, ServerOutput, logprob_of
 from atomrl.engines.requests import RequestState
 from atomrl.engines.servers import ServerEngine, as_flags, cpu_cache_bytes
 from atomrl.engines.vllm import VLLMEngine, logprobs_mode, other_logprobs, request_fields
-from atomrl.engines.vllm_images import features
 from atomrl.engines.vllm_worker import WORKER_EXTENSION, whole_hashes
 from atomrl.protocols import WeightHash
 from atomrl.types import SamplingParams
@@ -41,7 +40,6 @@ class VLLMServerEngine(ServerEngine):
     argument_class = VLLMEngine.argument_class
     own_arguments = VLLMEngine.own_arguments | {"host": "rollout.server", "port": "rollout.server"}
     seeded = returns_candidates = supports_lora = True
-    # `supports_images` is False: requests with pictures are written below, but have not been tried with a server.
     decode_time = replace(VLLMEngine.decode_time, source="estimated: as vLLM in the process")
     whole_logprobs = False
 
@@ -52,13 +50,7 @@ class VLLMServerEngine(ServerEngine):
 
     def refused(self, sampling: SamplingParams) -> str | None:
         """Return why these servers, as they were started, cannot sample like that; None if they can."""
-        reason = self.image_refusal(sampling) if self.options.images is not None else None
-        return reason or self.refusal(sampling) or other_logprobs(sampling, self.whole_logprobs)
-
-    @classmethod
-    def image_refusal(cls, sampling: SamplingParams) -> str | None:
-        """Return why vLLM cannot give the requested log-probs where tokens are banned; None if it can."""
-        return VLLMEngine.image_refusal(sampling)
+        return self.refusal(sampling) or other_logprobs(sampling, self.whole_logprobs)
 
     # ---- Server ----
 
@@ -92,8 +84,6 @@ class VLLMServerEngine(ServerEngine):
             words += ["--enable-lora", "--max-lora-rank", str(rank)]
         if options.trust_remote_code:
             words.append("--trust-remote-code")
-        if options.images is not None:  # its pictures come normalized
-            words.append("--no-mm-device-do-normalize")
         return words + as_flags(options.engine_args, negative=True), environment
 
     async def _check_server(self, server: Server) -> None:
@@ -112,11 +102,6 @@ class VLLMServerEngine(ServerEngine):
             raise RuntimeError(
                 f"{server.name} does not return log-probs of the sampling distribution: start it with "
                 f"--logprobs-mode {logprobs_mode(False)} --max-logprobs -1"
-            )
-        multimodal = model.get("multimodal_config") or {}
-        if self.options.images is not None and multimodal.get("mm_device_do_normalize") is not False:
-            raise RuntimeError(
-                f"{server.name} normalizes pictures that are normalized: start it with --no-mm-device-do-normalize"
             )
         if self.options.lora_rank and (lora is None or lora["max_lora_rank"] < self.options.lora_rank):
             raise RuntimeError(
@@ -143,15 +128,9 @@ class VLLMServerEngine(ServerEngine):
             "token_ids": list(request.prompt_token_ids),
             "sampling_params": request_fields(state),
         }
-        if request.images:
-            assert self.options.images is not None, "the engine of a run with pictures is created with `images`"
-            body["features"] = features(request, self.options.images, self.options.dtype)
-            body["return_token_ids"] = True
         if server.adapters:
             body["model"] = server.adapters
         answer = await self.client.post(server, "/inference/v1/generate", body)
-        if request.images and answer["prompt_token_ids"] != body["token_ids"]:
-            raise RuntimeError(f"{server.name} read {name} as another prompt than the row has")
         (choice,) = answer["choices"]
         tokens = choice["token_ids"]
         content = ((choice["logprobs"] or {}).get("content") or []) if sampling.logprobs_over != "none" else []

@@ -184,7 +184,7 @@ def rounded(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     key, versions = tuple(tensor.data_ptr() for tensor in tensors), [tensor._version for tensor in tensors]
     if key not in _rounded or _rounded[key][0] != versions:
         place = _places.get(key)
-        if place is None:
+        if place is None or place.dtype != dtype:
             place = stacked(tensors, dtype)
         else:
             for part, tensor in zip(place.split([len(tensor) for tensor in tensors]), tensors, strict=True):

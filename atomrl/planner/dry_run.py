@@ -9,6 +9,7 @@ from typing import Literal
 
 from atomrl.config import PreferenceConfig, RunConfig, SftConfig
 from atomrl.data.checks import repetitions
+from atomrl.data.curriculum import check_classes
 from atomrl.data.files import DataNotHere
 from atomrl.data.given import demonstration_reader, preference_reader
 from atomrl.data.problems import LoadReport, load_problems
@@ -54,6 +55,7 @@ def describe_without(config: RunConfig, absent: ModelNotHere | DataNotHere) -> S
     problems = [problem for report in reports.values() for problem in report.problems]
     reward: list[tuple[str, Sequence[str]]] = []
     if config.kind == "rl":
+        check_classes(config.curriculum)
         try:
             rewards = build_rewards(config.reward)
             rewards.check_sources(problems)

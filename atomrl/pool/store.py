@@ -87,6 +87,8 @@ CLAIMABLE = (
 """Least used first, then lowest weight version, then first written."""
 WHY_NOT = "SELECT " + ", ".join(f"coalesce(sum({condition}), 0)" for condition in PASSED_OVER.values()) + " FROM groups"
 """Number of groups for each condition of `PASSED_OVER`."""
+FORGET_PRODUCERS = "DELETE FROM facts WHERE name = 'producers'"
+"""Deletes the state of `RolloutPool.shared_state`: what producers learned from the weights of another run."""
 UNHELD = "SELECT (SELECT count(*) FROM groups) - (SELECT count(DISTINCT group_id) FROM claims WHERE expires > :now)"
 EVICTED = f"SELECT id FROM groups WHERE NOT {IS_HELD} ORDER BY oldest, id LIMIT :over"
 SUMMARY = f"""SELECT
@@ -228,7 +230,7 @@ class RolloutPool:
 
         Args:
             identity: name for users -> value, or a hash of it.
-            adopt: store this identity in the pool.
+            adopt: store this identity in the pool. The state of producers (`shared_state`) of another one is deleted.
 
         Raises:
             PoolError: something differs; the message names all that does.
@@ -247,6 +249,8 @@ class RolloutPool:
                         f"clear {self.path}"
                     )
             if adopt:
+                if stored and stored[0] != own:
+                    db.execute(FORGET_PRODUCERS)
                 db.execute("INSERT OR REPLACE INTO facts VALUES ('identity', ?)", (own,))
                 self._identity = own
 
@@ -259,8 +263,8 @@ class RolloutPool:
     def start_run(self, name: str, resumed: bool) -> str:
         """Return a trainer's unique name in this pool, for its claims and for groups sampled with its weights.
 
-        A new run gets a new name: groups of an earlier run called `name` are deleted, and its claims released. A
-        resumed run keeps its name, and so its claims.
+        A new run gets a new name: groups of an earlier run called `name` and the state of producers (`shared_state`)
+        are deleted, and its claims released. A resumed run keeps its name, and so its claims.
         """
         with self._transaction() as db:
             key = f"run:{name}"
@@ -269,6 +273,7 @@ class RolloutPool:
             if stored and not resumed:
                 self._count("stale", db.execute("DELETE FROM groups WHERE run = ?", stored).rowcount)
                 self._count("returned", db.execute("DELETE FROM claims WHERE reader = ?", stored).rowcount)
+                db.execute(FORGET_PRODUCERS)
             db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (key, run))
             self._renew(run, self._clock())
         return str(run)

@@ -133,7 +133,7 @@ def memory_estimate(
         "fresh gradients": 0 if model.lora else (2 * inner + vocab) * hidden * FLOAT32,
     }
     if device != "cpu" and compute < FLOAT32 and rounds_into_engine(config, shape):
-        parts["rounded weights"] = 0
+        parts["rounded weights"] = vocab * hidden * compute  # the output matrix, which the engine does not offer
     if config.kind == "rl" or (config.pretrain and config.pretrain.sample_every_steps):
         parts["engine weights"] = total * compute // rollout.tensor_parallel
         if shares_base(config, shape, device, compute):

@@ -152,7 +152,7 @@ def dataset_rows(dataset: Any, name: str, copy_answer: bool = True) -> DatasetRo
     """
     raw = _raw_rows(dataset, name)
     rows = [item.row for item in raw if item.row is not None]
-    store = ImageStore("images") if has_pictures(rows[:1]) else None
+    store = ImageStore("images") if has_pictures(rows) else None
     answers = ANSWERS if copy_answer else ANSWERS[:1]
     answer = next((key for key in answers if any(key in row for row in rows)), None)
     read = problem_reader(DataConfig(train="-", answer_field=answer))

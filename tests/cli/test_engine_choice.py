@@ -15,6 +15,7 @@ from atomrl.trainer.checks.engine import check_engine
 from atomrl.trainer.memory import engine_sleeps, memory_estimate
 from tests.arithmetic import arithmetic_run
 from tests.tiny import make_tiny_model
+from tests.tiny_vision import make_tiny_vision_model
 
 GIB = 2**30
 GRPO = objective_of({"name": "grpo"})
@@ -90,6 +91,23 @@ def test_else_it_is_native_with_the_reason(machine, folder, here, settings, why)
     name, reason = chosen(folder, **settings)
     assert name == "native"
     assert re.search(why, reason), reason
+
+
+@pytest.mark.parametrize(
+    ("version", "settings", "why"),
+    [
+        ("0.32.0", {}, None),
+        ("0.31.0", {}, r"older than 0\.32"),
+        ("0.32.0", {"rollout": {"temperature": 0.7}}, "temperature=0.7"),
+        ("0.32.0", {"cluster": {"resources": {"rollout": {"num_gpus": 1}}}}, "without cluster"),
+    ],
+)
+def test_a_model_of_pictures_uses_vllm_only_if_that_takes_them(machine, tmp_path, version, settings, why):
+    model = make_tiny_vision_model(tmp_path / "vision")
+    machine(vllm=version, knows="Qwen2_5_VLForConditionalGeneration")
+    name, reason = chosen(model, **settings)
+    assert name == ("native" if why else "vllm"), reason
+    assert why is None or re.search(why, reason), reason
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,8 @@ def test_rounded_weights_are_counted_once_where_updates_round_into_the_engine():
     whole = load_config(CONFIG, [*MEASURED, "model.lora=null"])
     asynchronous = load_config(CONFIG, [*MEASURED, "model.lora=null", "asynchronous={max_staleness: 1}"])
     once, twice = (plan_on(config, gpu_of("80GiB")).memory.resident for config in (whole, asynchronous))
-    assert twice - once == pytest.approx(2 * 1.54e9, rel=0.01)
+    head = 151936 * 1536  # the output matrix is rounded beside the engine's
+    assert twice - once == pytest.approx(2 * (1.544e9 - head), rel=0.002)
 
 
 def test_a_quantized_base_costs_the_time_of_its_dequantization():

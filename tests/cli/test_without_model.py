@@ -52,6 +52,7 @@ def test_data_and_batches_are_checked_without_it(config, kind, capsys):
     (None, "reward: {functions: [strict_maths]}", "unknown reward 'strict_maths'"),
     (None, "environment: {function: serch_r1}", "unknown environment 'serch_r1'"),
     (None, "tools: [./no_file.py:f]", "no_file.py"),
+    (None, "curriculum: {gates: [{type: custom, function: ./no_gate.py:G}]}", "no_gate.py"),
 ])  # fmt: skip
 def test_mistakes_are_reported_without_the_model(config, row, more, words, capsys):
     config("rl", row, more)

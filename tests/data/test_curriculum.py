@@ -54,7 +54,7 @@ class HardEnough(Gate):
         return {"easy": self.easy}
 
     def load(self, state):
-        self.easy = list(state["easy"])
+        self.easy = state["easy"]
 
     def metrics(self):
         return {"easy": len(self.easy)}
@@ -169,6 +169,18 @@ def test_a_state_as_json_continues_at_any_place(own, kind):
     assert [(draw.prompt_id, draw.step) for draw in again] == [(first.prompt_id, 9), (third.prompt_id, 1)]
     whole.take(1, 9)  # the one that is sampled again
     assert resumed.take(8, 9) == whole.take(8, 9) and resumed.state() == whole.state()
+
+
+def test_a_state_stays_as_it_was_while_parts_go_on_learning(own):
+    gate = own()("HardEnough", most=0.5)
+    made, resumed = curriculum(gates=[gate]), curriculum(gates=[gate])
+    first, second = made.take(2, 1)
+    made.observe(group(first, 1.0))
+    state = made.state()
+    resumed.load(state)
+    for each in (made, resumed):
+        each.observe(group(second, 1.0))
+        assert [*state.parts.values()] == [{"easy": ["a.jsonl:0"]}]
 
 
 def test_a_users_sampler_chooses_each_prompt_and_may_have_none(own):

@@ -19,6 +19,7 @@ SEARCH = (
 )
 OPENRLHF = "python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path m --algo.advantage.estimator reinforce "
 OPENRLHF += "--data.prompt_dataset d.jsonl"
+OPENRLHF_SFT = "deepspeed --module openrlhf.cli.train_sft --model.model_name_or_path m --data.dataset d.jsonl"
 TRL = "model_name_or_path: m\n"
 GRPO = f"{TRL}num_generations: 8\n"
 LLAMA = "model_name_or_path: m\ndo_train: true\ndataset: mine\n"
@@ -260,6 +261,10 @@ def test_pictures_are_those_of_their_column(tmp_path: Path) -> None:
     assert "freeze_vision" not in adapted.tree["model"]
     openrlhf = f"{OPENRLHF} --reward.remote_url r.py --data.image_key images --actor.freeze_visual_encoder"
     assert read(tmp_path, openrlhf).tree["model"]["freeze_vision"] is True
+    old_verl = f"{PPO} actor_rollout_ref.actor.ppo_micro_batch_size=4"
+    for script in (f"{SFT} data", f"{old_verl} data", f"{OPENRLHF_SFT} --data"):
+        with pytest.raises(ConfigError, match=r"data\.image_key=pics .*pictures are not translated"):
+            read(tmp_path, f"{script}.image_key=pics")
     llama = read(tmp_path, f"{LLAMA}stage: sft\nfinetuning_type: full\nimage_max_pixels: 9000")
     assert (llama.tree["data"]["max_pixels"], llama.tree["data"]["min_pixels"]) == (9000, 1024)
     assert llama.tree["model"]["freeze_vision"] is True

@@ -204,6 +204,25 @@ def test_producers_draw_different_prompts(make):
         assert state == {"taken": [3, 2, 1]}
 
 
+@pytest.mark.parametrize("anew", ["run", "identity"])
+def test_what_producers_learned_is_kept_by_a_resumed_run_and_not_by_a_new_one(make, anew):
+    pool = make()
+    for resumed in (False, True):
+        pool.check_identity({"model": "a"})
+        pool.start_run("r", resumed)
+        with pool.shared_state() as state:
+            state["seen"] = state.get("seen", 0) + 1
+    if anew == "run":
+        pool.start_run("r", resumed=False)
+    else:
+        pool.check_identity({"model": "b"}, adopt=False)
+        with pool.shared_state() as state:
+            assert state == {"seen": 2}
+        pool.check_identity({"model": "b"})
+    with make().shared_state() as state:
+        assert state == {}
+
+
 def test_a_pool_of_another_tokenizer_is_refused(make):
     mine = {"tokenizer": "a", "reward": "x"}
     pool = make()

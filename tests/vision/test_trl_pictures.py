@@ -6,8 +6,10 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
+from atomrl.data.files import DataError
 from atomrl.models.loading import load_tokenizer
 from atomrl.trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from tests.light_rewards import letter_reward
 from tests.tiny_vision import make_tiny_vision_model, picture
 
 ASKED = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what colour?"}]}
@@ -70,6 +72,16 @@ def test_grpo_trains_on_pictures(model, given):
     assert any("the vision tower" in note for note in trainer.notes())
     changed = {name for name in before if not before[name].equal(after[name])}
     assert changed and not any("visual" in name for name in changed)
+
+
+def test_pictures_may_come_after_rows_of_text(model):
+    rows = [{"prompt": "what?"}, {"prompt": [ASKED], "image": picture(1)}]
+    config = GRPOConfig("out", num_generations=2, **SMALL)
+    trainer = GRPOTrainer(str(model), reward_funcs=letter_reward, args=config, train_dataset=rows)
+    assert any("the vision tower" in note for note in trainer.notes())
+    rows.append({"prompt": [ASKED], "images": ["gone.png"]})
+    with pytest.raises(DataError, match=r"gone\.png"):
+        GRPOTrainer(str(model), reward_funcs=letter_reward, args=config, train_dataset=rows)
 
 
 def test_sft_of_a_model_given_with_its_processor_sees_the_picture(model):

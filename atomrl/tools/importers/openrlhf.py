@@ -11,6 +11,7 @@ from typing import Any
 from atomrl.config import ConfigError
 from atomrl.tools.importers.sources import Settings, flat, hub_source, read_flags
 from atomrl.tools.importers.translation import (
+    NO_PICTURES,
     TEMPLATE,
     Moves,
     Translation,
@@ -194,6 +195,7 @@ def translate_offline(t: Translation, kind: str) -> None:
         raise t.refuse("optim", t("optim"), "the optimizer is AdamW")
     t.refuse_set({
         "model.aux_loss_coef": "the load-balancing loss of experts is not computed",
+        "data.image_key": NO_PICTURES,
         "model.pretrain_mode_enable": "to train on plain text, use a config with the section `pretrain`",
     })  # fmt: skip
     t.move(OFFLINE_MOVES)

@@ -39,6 +39,7 @@ TEMPLATE = (
     "the chat template is read from the tokenizer: save it with the model as chat_template.jinja, and remove the key"
 )
 """Reason for refusing a key that names another chat template."""
+NO_PICTURES = "pictures are not translated for this kind of script"
 VIDEOS = "videos are not trained on"
 """Reason for refusing keys of models that read films."""
 

@@ -13,6 +13,7 @@ from atomrl.config import ConfigError
 from atomrl.tools.importers import verl_sft
 from atomrl.tools.importers.sources import Settings, read_hydra
 from atomrl.tools.importers.translation import (
+    NO_PICTURES,
     TEMPLATE,
     VIDEOS,
     Moves,
@@ -723,6 +724,7 @@ def _differences(t: Translation) -> None:
             )
     t.name_of(["trainer.critic_warmup", "critic.optim.weight_decay", "critic.optim.lr_warmup_steps_ratio"])
     if t.version == OLD:
+        t.refuse_set({"data.image_key": NO_PICTURES})
         t.differ("mean of the loss", "over a forward pass, then over passes", "over the tokens of an optimizer step")
     elif not t.put_pictures("data.image_key", A + "freeze_vision_tower", R + "limit_images"):
         t.differ(TOWER, "trained (freeze_vision_tower=false)", "frozen (model.freeze_vision=true)")

@@ -9,6 +9,7 @@ from typing import Any
 from atomrl.config import ConfigError
 from atomrl.tools.importers.sources import Settings
 from atomrl.tools.importers.translation import (
+    NO_PICTURES,
     TEMPLATE,
     Moves,
     Translation,
@@ -153,7 +154,9 @@ def translate(path: Path, flags: Settings) -> Translation:
         t.differ(f"rows over {t.count('data.max_length')} tokens", "an error", "truncated")
     elif t("data.truncation") == "left":
         raise t.refuse("data.truncation", "left", "rows are truncated at the end")
-    if not old and not t.put_pictures("data.image_key"):
+    if old:
+        t.refuse_set({"data.image_key": NO_PICTURES})
+    elif not t.put_pictures("data.image_key"):
         t.differ(TOWER, "trained", "frozen (model.freeze_vision=true)")
     t.differ("random draws", "its own generators", "the same seed gives another order of rows")
     return t

@@ -60,7 +60,10 @@ def check_image_engine(config: RunConfig) -> None:
             f"some: use rollout.engine={others}"
         )
     if engine.package and config.cluster is not None:
-        raise ConfigError(f"cluster: {engine.__name__} takes pictures in the trainer's process alone; remove cluster")
+        raise ConfigError(
+            f"cluster: {engine.__name__} takes pictures in the trainer's process alone; use rollout.engine=hf, or "
+            "remove cluster"
+        )
     if not config.rollout.server:
         with reraise_as(ConfigError, f"rollout.engine={config.rollout.engine}, with pictures", ImportError):
             engine.check_version(engine.images_version)
