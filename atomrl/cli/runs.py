@@ -182,7 +182,7 @@ def format_full(row: dict[str, Any]) -> str:
     """Format prompt, completion (of an episode, turn by turn), ground truth and rewards in full."""
     from atomrl.common.terminal import printable
     from atomrl.tracking.console import by_turn
-    from atomrl.tracking.run_directory import IMAGES
+    from atomrl.tracking.reading.rollouts import IMAGES
 
     numbers = {
         key: row.get(key) for key in ("reward", "reward_parts", "advantage", "completion_tokens", "finish_reason")

@@ -55,7 +55,7 @@ from atomrl.tracking.reading.lines import (
     release_lock,
     same_folder,
 )
-from atomrl.tracking.reading.rollouts import TOKENS
+from atomrl.tracking.reading.rollouts import IMAGES, TOKENS
 from atomrl.tracking.reading.run import FAILURE, FUNCTIONS, LOG
 from atomrl.types import Trajectory
 
@@ -208,8 +208,6 @@ FRESH_MODEL = "fresh_model"
 """Subfolder with a randomly initialized model that the run starts from."""
 PUBLISHED_WEIGHTS = "published"
 """Subfolder with the newest weights of a run that trains from a pool, for the processes that fill it."""
-IMAGES = "inputs/images"
-"""Folder of a run's pictures."""
 MAX_NAME = 200
 """Maximum length of a function's file name; file systems allow 255 bytes."""
 STARTED = {

@@ -56,7 +56,8 @@ from atomrl.objectives import PolicyObjective, PreferenceObjective
 from atomrl.objectives.token_weights import TokenTIS
 from atomrl.protocols import Algorithm, FrozenBase, RolloutEngine, RoundedWeights, TrainingBackend
 from atomrl.tracking.reading.lines import flat_tree
-from atomrl.tracking.run_directory import FRESH_MODEL, IMAGES, RunDirectory, is_begun
+from atomrl.tracking.reading.rollouts import IMAGES
+from atomrl.tracking.run_directory import FRESH_MODEL, RunDirectory, is_begun
 from atomrl.types import SAMPLING_KEYS, SamplingParams
 
 log = logging.getLogger(__name__)

@@ -27,6 +27,8 @@ from atomrl.tracking.reading.metrics import as_float
 # --------------------------------------------------------------------------------------------------------------------
 # Per-token records of a step's update (`rollouts/step_N/tokens.safetensors`).
 
+IMAGES = "inputs/images"
+"""Folder of a run's pictures."""
 TOKENS = "tokens.safetensors"
 Column = NDArray[Any]
 ROWS = {"trajectory_index", "group_ids", "lengths", "prompt_lengths", "prompt", "update"}
