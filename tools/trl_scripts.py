@@ -406,7 +406,7 @@ def main() -> None:
     os.environ |= OFFLINE | {"HF_HUB_CACHE": str(given.work / "hub")}
     for name in LIBRARIES:
         importlib.import_module(name)
-    if not (given.work / "model" / "config.json").exists():
+    if not (given.work / "vision" / "config.json").exists():
         make_vision_model(make_model(given.work / "model"), given.work / "vision")
     entries = [line.split("#")[0].strip() for line in given.list.read_text(encoding="utf-8").splitlines()]
     results: list[tuple[str, str, str]] = []

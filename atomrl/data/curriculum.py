@@ -16,6 +16,7 @@ import threading
 import traceback
 from abc import ABC, abstractmethod
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -417,13 +418,15 @@ class Curriculum:
         """
         with self._lock:
             pending = sorted([*self._again, *self._open.values()]) if with_pending else []
-            parts = {name: dict(state) for name, gate in self.gates.items() if (state := gate.state())}
+            parts = {
+                name: dict(gate.state()) for name, gate in self.gates.items() if type(gate).state is not Part.state
+            }
             if isinstance(self.stream, SampledStream):
                 parts["sampler"] = self.stream.state([position for position, _ in pending])
             return CurriculumState(self.stream.position, pending, deepcopy(parts))  # parts go on learning
 
     def load(self, state: CurriculumState) -> None:
-        """Continue from a state. Parts that it does not have begin anew."""
+        """Continue from a state. Parts that it does not have stay as they are."""
         with self._lock:
             self.stream.position, self._open, self.is_empty = state.position, {}, False
             self._again = [(position, step) for position, step in state.pending]
@@ -569,6 +572,12 @@ def check_curriculum(config: CurriculumConfig, problems: Sequence[Problem]) -> N
                     f"{where}: after load(state) next() returns other prompts than it would have without; state() has "
                     "to return all that decides on them, and random numbers have to come from a seed in it"
                 )
+
+    names = Counter(name for part in first._parts.values() for name in part.metrics())
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise ConfigError(
+            f"curriculum: several parts have a metric {twice[0]!r}, of which one would be lost: rename one"
+        )
 
 
 def _made_up(prompt_id: str, problem: Problem) -> Group:

@@ -196,8 +196,7 @@ class ServerEngine(Distributor[Server], RequestEngine):
         return f"{self.version}@{self.engine_id}"
 
     def _make_rule(self, sampling: SamplingParams) -> StopRule:
-        vocab = text_config(self.config).vocab_size
-        return StopRule(sampling, self.eos, self.tokenizer, vocab, torch.device("cpu"))
+        return StopRule(sampling, self.eos, self.tokenizer, text_config(self.config).vocab_size, torch.device("cpu"))
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Send requests to servers: a group to one server, a continuation to the server that has its cache.

@@ -105,16 +105,6 @@ def worker_threads(options: EngineOptions) -> Iterator[None]:
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
-def uncut_logprobs(sampling: SamplingParams) -> str | None:
-    """Return why log-probs over the whole vocabulary cannot be had where tokens are banned; None if they can."""
-    if sampling.logprobs_over != "vocabulary" or sampling.temperature in (0, 1):
-        return None
-    return (
-        f"logprobs_over=vocabulary: at temperature={sampling.temperature:g} vLLM returns log-probs over the tokens "
-        "that may be sampled, and those of pictures may not: use temperature=1, logprobs_over=kept, or the hf engine"
-    )
-
-
 def request_fields(state: RequestState) -> dict[str, Any]:
     """Return the fields of vLLM's `SamplingParams` for a request, in process and over HTTP."""
     sampling = state.rule.sampling
@@ -328,7 +318,13 @@ class VLLMEngine(RequestEngine):
     @classmethod
     def image_refusal(cls, sampling: SamplingParams) -> str | None:
         """Return why vLLM cannot give the requested log-probs where tokens are banned; None if it can."""
-        return uncut_logprobs(sampling)
+        if sampling.logprobs_over != "vocabulary" or sampling.temperature in (0, 1):
+            return None
+        return (
+            f"logprobs_over=vocabulary: at temperature={sampling.temperature:g} vLLM returns log-probs over the "
+            "tokens that may be sampled, and those of pictures may not: use temperature=1, logprobs_over=kept, or the "
+            "hf engine"
+        )
 
     def _make_rule(self, sampling: SamplingParams) -> StopRule:
         model = self.llm.vllm_config.model_config

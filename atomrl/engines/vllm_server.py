@@ -130,8 +130,7 @@ class VLLMServerEngine(ServerEngine):
         }
         if server.adapters:
             body["model"] = server.adapters
-        answer = await self.client.post(server, "/inference/v1/generate", body)
-        (choice,) = answer["choices"]
+        (choice,) = (await self.client.post(server, "/inference/v1/generate", body))["choices"]
         tokens = choice["token_ids"]
         content = ((choice["logprobs"] or {}).get("content") or []) if sampling.logprobs_over != "none" else []
         logprobs = [logprob_of(token["logprob"]) for token in content]

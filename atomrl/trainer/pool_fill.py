@@ -18,10 +18,14 @@ from atomrl.trainer.sources import EngineSource
 
 
 @contextmanager
-def shared_by_producers(pool: RolloutPool, curriculum: Curriculum) -> Iterator[None]:
-    """Context in which a curriculum has the state that the producers of a pool share, and may change it."""
+def shared_by_producers(pool: RolloutPool, curriculum: Curriculum, initial: CurriculumState) -> Iterator[None]:
+    """Context in which a curriculum has the state that the producers of a pool share, and may change it.
+
+    Args:
+        initial: its state if the pool has none, as after a new run began to train.
+    """
     with pool.shared_state() as stored:
-        curriculum.load(CurriculumState(**stored))
+        curriculum.load(CurriculumState(**stored) if stored else initial)
         yield
         stored.update(curriculum.state(with_pending=False)._asdict())
 
@@ -61,12 +65,13 @@ def fill(run: RLRun, groups: int | None = None, report: Callable[[str], None] = 
         source = EngineSource(**run.drawing(engine))
         follower = WeightFollower(engine, PublishedWeights(config.run_dir))
         stopped = stack.enter_context(stop_request())
+        initial = run.curriculum.state()
         while not stopped() and (groups is None or drawn < groups):
             follower.update()
             count = config.rollout.prompts_per_step
             count = count if groups is None else min(count, groups - drawn)
             step = engine.version + 1
-            with shared_by_producers(pool, run.curriculum):
+            with shared_by_producers(pool, run.curriculum, initial):
                 draws = run.curriculum.take(count, step)
             if not draws:
                 report("the curriculum has no prompt left")
@@ -74,7 +79,7 @@ def fill(run: RLRun, groups: int | None = None, report: Callable[[str], None] = 
             made = source.sample(draws, step, watch)
             with watch("put"):
                 new += pool.put(made, follower.run)
-            with shared_by_producers(pool, run.curriculum):
+            with shared_by_producers(pool, run.curriculum, initial):
                 for group in made:
                     run.curriculum.observe(group)
             drawn += len(draws)

@@ -71,7 +71,7 @@ REWARD_TOTALS = "reward_totals.json"
 
 
 class HeldOut(NamedTuple):
-    """What evaluations need: the engine, the problems, and the rewards."""
+    """Engine, problems and rewards of evaluations."""
 
     engine: RolloutEngine
     problems: Sequence[Problem]

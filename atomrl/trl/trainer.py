@@ -214,7 +214,8 @@ class Trainer:
         self.config: RunConfig | None = None
         """The resolved config of the run; None before `train`."""
         self._train_rows, self._eval_rows = self._read_rows(train_dataset, eval_dataset)
-        if has_pictures(self._train_rows) and self._lora is None:
+        self._reads_pictures = has_pictures(self._train_rows)
+        if self._reads_pictures and self._lora is None:
             self._notes.append(TOWER)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._items: list[dict[str, Any]] = []
@@ -396,7 +397,7 @@ class Trainer:
             for part in filter(None, parts):
                 part.save_pretrained(folder)
         model, adapters = self._given.write(inputs / "model") if not resume else self._written(inputs)
-        reads = self._image_processor is not None or has_pictures(self._train_rows)
+        reads = self._image_processor is not None or self._reads_pictures
         if reads and not resume and model == str(inputs / "model"):
             self._write_image_processor(inputs / "model")
         tokenizer = self._initial_tokenizer

@@ -248,3 +248,10 @@ def test_a_wrong_sampler_is_refused_with_its_place(own, line):
     abstract = own("from atomrl.data.curriculum import Sampler\nclass Mine(Sampler): pass\n", f"{name}_abstract")
     with pytest.raises(ConfigError, match=r"curriculum\.sampler .*abstract methods"):
         curriculum(sampler=abstract("Mine"))
+
+
+def test_two_parts_with_one_metric_are_refused(own):
+    text = "from atomrl.data.curriculum import Gate\nclass Mine(Gate):\n    def metrics(self): return {'solved': 1.0}\n"
+    gate = own(text, "metric_twice")("Mine")
+    with pytest.raises(ConfigError, match="several parts have a metric 'solved'"):
+        check_curriculum(CurriculumConfig(gates=["solved", gate]), problems())

@@ -24,7 +24,7 @@ SMALL = {
 
 
 class Processor:
-    """What trainers read of transformers' processor, which needs a video processor too."""
+    """A processor with the members that trainers read; that of transformers needs a video processor too."""
 
     def __init__(self, tokenizer, image_processor):
         self.tokenizer, self.image_processor = tokenizer, image_processor
