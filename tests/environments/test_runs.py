@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from atomrl.cli.main import main
 from atomrl.tracking.reading.lines import read_metrics
 from atomrl.tracking.recorder import Recorder
-from tests.loop.test_recovery import seen, stop_after, write_problems
+from tests.trainer.test_recovery import seen, stop_after, write_problems
 
 ROOT = Path(__file__).parents[2]
 PLAYED = ROOT / "tests" / "environments" / "played.py"

@@ -23,8 +23,8 @@ from atomrl.models.shapes import auto_class
 from atomrl.models.transformers_model import HFModel, published_weights
 from atomrl.trainer.checks.config import check_policy
 from atomrl.trainer.memory import memory_by_phase
-from tests.models.test_memory import objective_of
 from tests.tiny import make_tiny_tokenizer
+from tests.trainer.test_memory import objective_of
 
 PAGE = Path(__file__).parents[2] / "docs/reference/models.md"
 TYPES = sorted({*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})

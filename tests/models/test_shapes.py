@@ -14,8 +14,8 @@ from atomrl.models.shapes import auto_class, text_config
 from atomrl.planner.gpus import gpu_of
 from atomrl.planner.step_time import step_seconds
 from atomrl.trainer.memory import memory_by_phase
-from tests.models.test_memory import objective_of
 from tests.tiny import make_tiny_model
+from tests.trainer.test_memory import objective_of
 
 SMALL = {"vocab_size": 102, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
 DENSE = SMALL | {"intermediate_size": 64, "num_key_value_heads": 2}
