@@ -41,7 +41,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def working_directory(tmp_path, model, monkeypatch) -> Callable[..., Path]:
-    """Makes one for commands, with the model, the config `c.yaml`, and files of rows, which are called as the arguments."""
+    """Makes one with the model, the config `c.yaml`, and files of rows, which are called as the arguments."""
 
     def make(config: dict[str, Any], **files: Iterable[dict[str, Any]]) -> Path:
         monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Fixtures of episodes, for the tests of engines and of environments: a tiny model, engines over it, and what they write."""
+"""Fixtures for the tests of engines and of environments: a tiny model, engines over it, and episodes on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards in a module that imports nothing slow: a worker process that calls one would import its test's PyTorch too."""
+"""Rewards in a module that imports nothing slow: a worker that calls one would import its test's PyTorch too."""
 
 import time
 
