@@ -3,8 +3,6 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := -m pip install --quiet --disable-pip-version-check
 DOWNLOAD := -m pip download --quiet --disable-pip-version-check
-CHECKED := tests/atoms tests/algorithms tests/architecture tests/backends tests/engines tests/rewards/test_built_in.py tests/rewards/test_compute.py \
-	tests/config/test_config.py tests/docs/test_examples.py tests/docs/test_facts.py tests/docs/test_names.py tests/tools/ui/test_drafts.py tests/tools/ui/test_words.py
 
 .PHONY: install quickstart quickstart-search quickstart-python quickstart-vision distributed test-distributed test-distributed-short test-vllm-oldest \
 	test-sglang megatron test-megatron test-megatron-short test-games test-ui test-ui-short check keys test test-all mutations test-cpus wheel-check \
@@ -177,9 +175,9 @@ test-all: .venv/installed-test
 mutations: .venv/installed-test
 	$(BIN)/python tools/mutations.py
 
-# For work on the code: lint, and quick tests of algorithms, updates, engines, rewards, keys, pages and the rules of the code.
+# While you work: lint, and the quick tests of the packages and pages that you have changed since `main`.
 check: lint
-	$(BIN)/python -m pytest $(PARALLEL) $(QUICK) $(CHECKED)
+	tests=$$($(BIN)/python tools/changed_tests.py) && $(BIN)/python -m pytest $(PARALLEL) $(QUICK) $$tests
 
 # The descriptions of keys in docs/reference/config.md and on the web page, from the docstrings of atomrl/config/schema.py.
 keys: .venv/installed-test
