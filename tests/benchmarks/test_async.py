@@ -73,7 +73,7 @@ def test_more_gpus_make_more_steps_an_hour_and_what_holds_them_back_is_named():
 
 def test_the_plan_in_the_docs_is_what_the_script_prints():
     text = (ROOT / "docs" / "development" / "scaling.md").read_text(encoding="utf-8")
-    assert table(PLANS) in text
+    assert table(PLANS) in text, "put what `python benchmarks/plan_cluster.py` prints into docs/development/scaling.md"
     assert all(plan.fits for plan in PLANS)
 
 

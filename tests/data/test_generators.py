@@ -166,5 +166,7 @@ def test_reasoning_gym_errors():
 @pytest.mark.parametrize("task", GENERATORS)
 def test_each_has_its_row_in_the_page_of_data(task):
     page = (Path(__file__).parents[2] / "docs" / "guides" / "data.md").read_text(encoding="utf-8")
-    (row,) = re.findall(rf"^\| `{task}` \|.*$", page, re.MULTILINE)
-    assert ("demonstrations" in row) == bool(GENERATORS[task].demonstrate)
+    rows = re.findall(rf"^\| `{task}` \|.*$", page, re.MULTILINE)
+    assert len(rows) == 1, f"docs/guides/data.md needs one row `{task}` in its table of tasks"
+    said, has = "demonstrations" in rows[0], bool(GENERATORS[task].demonstrate)
+    assert said == has, f"the row of `{task}` in docs/guides/data.md says {'' if said else 'no '}demonstrations"

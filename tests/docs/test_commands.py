@@ -97,15 +97,17 @@ def test_commands_run_as_printed(page, scratch, capfd, request):
 def test_commands_that_are_not_run_have_their_options(page):
     for command in commands(page):
         if command.reason is not None:
-            assert len(command.reason) > 5, f"{command.place}: no reason"
+            assert len(command.reason) > 5, f"{command.place}: say why it is not run, <!-- not run: ... -->"
             if command.is_atomrl:
                 words = command.words[1:] or ["--help"]
                 if words[0] in ("--print-completion", "--help"):  # of the whole program
                     continue
-                assert words[0] in COMMANDS, command
+                assert words[0] in COMMANDS, f"{command.place}: `atomrl {words[0]}` is no command"
                 own = command.text.partition(" -- ")[0]  # behind it are a script's
                 named = set(re.findall(r"--[a-z][a-z-]*", own)) - {"--help"}
-                assert not named or named <= options(path_of(words)), (command, named - options(path_of(words)))
+                assert not named or named <= options(path_of(words)), (
+                    f"{command.place}: {command.text!r} has no {named - options(path_of(words))}"
+                )
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name)
@@ -133,14 +135,14 @@ def test_commands_of_help_run_as_printed(path, scratch, capfd):
 @pytest.mark.parametrize("path", PATHS, ids=" ".join)
 def test_help_names_what_is_there(path, capsys):
     """A help has an example, the configs that it names are shipped, and its commands exist."""
-    assert help_commands(path)
+    assert help_commands(path), f"write an example into the help of `{' '.join(path)}` (atomrl/cli)"
     with pytest.raises(SystemExit):
         main([*path, "--help"])
     text = capsys.readouterr().out
     for config in re.findall(r"configs/[\w./-]+\.yaml", text):
-        assert (ROOT / config).is_file(), config
+        assert (ROOT / config).is_file(), f"the help names {config}, which is not shipped"
     for other in re.findall(r"\batomrl ([a-z][a-z-]*)", text):
-        assert other in COMMANDS, other
+        assert other in COMMANDS, f"the help names `atomrl {other}`, which is no command"
 
 
 def test_the_script_of_the_readme_trains(scratch):

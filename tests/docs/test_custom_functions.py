@@ -25,6 +25,7 @@ AXES = {
     "a correction": ("rollout_is", RolloutInputs),
     "a token filter": ("token_filter", FilterInputs),
 }
+CHANGE = "change the table in docs/guides/custom_functions.md"
 NEVER = {"baseline_rewards"}
 """Only built-in advantages have it."""
 got = {}
@@ -60,7 +61,7 @@ def test_a_table_has_the_fields_that_a_function_gets_with_their_shapes_and_dtype
     axis, kind = AXES[section]
     rows = table(section)
     fields = [name.strip("`") for name, *_ in rows]
-    assert fields == list(inspect.signature(kind).parameters)
+    assert fields == list(inspect.signature(kind).parameters), f"{CHANGE}: the fields of {kind.__name__}, in its order"
     reads = [name for name, row in zip(fields, rows, strict=True) if f"reads: [{name}]" in row[-1]]
     own = {"type": "custom", "function": f"{__name__}:{axis}", "reads": reads}
     tree = {
@@ -92,7 +93,7 @@ def test_the_table_of_a_reward_has_what_rewards_get():
     prompt = Segment(origin="prompt", token_ids=(1,))
     drawn = Trajectory(prompt_id="", index=0, problem=problem, segments=(prompt,), text="", finish_reason="stop")
     names = [name.strip("`") for name, *_ in table("a reward")]
-    assert sorted(names) == sorted(["prompts", "completions", *columns_of([drawn])])
+    assert sorted(names) == sorted(["prompts", "completions", *columns_of([drawn])]), CHANGE
 
 
 def test_inputs_outside_reads_need_no_declaration():
@@ -114,4 +115,6 @@ def test_inputs_outside_reads_need_no_declaration():
 
 def test_the_example_is_the_file():
     shown = PAGE.partition("```python\n")[2].partition("```")[0]
-    assert (ROOT / "examples" / "own_functions" / "mine.py").read_text(encoding="utf-8").endswith(shown)
+    assert (ROOT / "examples" / "own_functions" / "mine.py").read_text(encoding="utf-8").endswith(shown), (
+        f"{CHANGE}: the example of the page is the end of examples/own_functions/mine.py"
+    )

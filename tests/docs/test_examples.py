@@ -18,14 +18,14 @@ WITH_EXAMPLES = [page for page in PAGES if ">>>" in page.read_text(encoding="utf
 def test_examples_run(page):
     options = torch._tensor_str.PRINT_OPTS.__dict__.copy()
     try:
-        result = doctest.testfile(str(page), module_relative=False)
+        result = doctest.testfile(str(page), module_relative=False)  # prints what it got instead
     finally:
         torch._tensor_str.PRINT_OPTS.__dict__.update(options)
-    assert result.attempted > 0 and result.failed == 0
+    assert result.attempted > 0 and result.failed == 0, f"mend the examples of {page.relative_to(ROOT)}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
         if not target.startswith(("http://", "https://")):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+            assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}, which is not there"

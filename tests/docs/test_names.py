@@ -33,13 +33,16 @@ def test_links_to_definitions_lead_to_the_module_that_has_them(page):
     links = [(symbol, page.parent / path) for symbol, path in LINK.findall(page.read_text(encoding="utf-8"))]
     gone = [f"{path} is not there" for _, path in links if not path.is_file()]
     gone += [f"{path} has no {symbol}" for symbol, path in links if path.is_file() and symbol not in definitions(path)]
-    assert not gone, "\n".join(gone)
+    assert not gone, f"mend the links of {page.relative_to(ROOT)}:\n" + "\n".join(gone)
 
 
 def test_pages_written_by_hand_link_to_no_line():
     """Lines move with every edit."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*/*.md")]
-    assert not [page.name for page in pages if re.search(r"\.py#L\d", page.read_text(encoding="utf-8"))]
+    linking = [
+        str(page.relative_to(ROOT)) for page in pages if re.search(r"\.py#L\d", page.read_text(encoding="utf-8"))
+    ]
+    assert not linking, f"link to the file, [`symbol`](path.py), without #L: {linking}"
 
 
 def test_there_are_such_links_and_they_can_be_wrong():
@@ -59,7 +62,10 @@ WITH_KEYS = [
 @pytest.mark.parametrize("page", WITH_KEYS, ids=lambda page: page.name)
 def test_config_keys_that_pages_name_exist(page):
     text = page.read_text(encoding="utf-8").replace("train.jsonl", "").replace("train.py", "")
-    assert not config_keys(text) - set(known_keys())
+    wrong = config_keys(text) - set(known_keys())
+    assert not wrong, (
+        f"{page.relative_to(ROOT)} names keys that docs/reference/config.md does not have: {sorted(wrong)}"
+    )
 
 
 def test_the_chinese_readme_says_the_same():
@@ -71,6 +77,7 @@ def test_the_chinese_readme_says_the_same():
         r"(?m)^\|.*?(\d[\d.]*) \|$",
     ):
         matches = re.findall(part, english)
-        assert matches and matches == re.findall(part, chinese)
+        assert matches and matches == re.findall(part, chinese), "change README.md and README.zh-CN.md together"
     figures = r"\d+\.\d+|151,936"
-    assert sorted(re.findall(figures, english)) == sorted(re.findall(figures, chinese))
+    same = sorted(re.findall(figures, english)) == sorted(re.findall(figures, chinese))
+    assert same, "change the figures of README.md and README.zh-CN.md together"

@@ -19,13 +19,15 @@ OF_A_MACHINE = re.compile(r"(?<![\w.:/<+=-])/[A-Za-z][\w.-]*/|site-packages|[A-Z
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_was_executed_in_order_and_names_no_machine(path):
+    again = f"execute it anew: python tools/notebooks.py {path.relative_to(ROOT)}"
     notebook = json.loads(path.read_text(encoding="utf-8"))
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
-    assert not any(output["output_type"] == "error" for cell in cells for output in cell["outputs"])
-    assert sum(bool(cell["outputs"]) for cell in cells) >= 4
-    assert not OF_A_MACHINE.findall(path.read_text(encoding="utf-8"))
-    assert path.stat().st_size < 250_000
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)), again
+    assert not any(output["output_type"] == "error" for cell in cells for output in cell["outputs"]), again
+    assert sum(bool(cell["outputs"]) for cell in cells) >= 4, again
+    paths = OF_A_MACHINE.findall(path.read_text(encoding="utf-8"))
+    assert not paths, f"print no path of this machine: {paths}"
+    assert path.stat().st_size < 250_000, "show less, or smaller pictures"
 
 
 @pytest.mark.parametrize("path", RUN, ids=[path.stem for path in NOTEBOOKS])

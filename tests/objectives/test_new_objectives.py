@@ -84,7 +84,7 @@ def page() -> str:
 
 
 def test_the_page_says_what_configs_and_results_say():
-    assert PAGE.read_text(encoding="utf-8").startswith(page()), "python -m tests.objectives.test_new_objectives"
+    assert PAGE.read_text(encoding="utf-8").startswith(page()), "run: python -m tests.objectives.test_new_objectives"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -220,7 +220,8 @@ def test_the_page_has_the_arithmetic_of_ranks(monkeypatch):
 
     page = (ROOT / "docs" / "development" / "scaling.md").read_text(encoding="utf-8")
     shown = page.partition("<!-- from benchmarks/plan_ranks.py -->")[2].partition("<!-- until here -->")[0]
-    assert shown.strip() == "\n".join(tables([8, 64], 8192, 80.0))
+    now = "\n".join(tables([8, 64], 8192, 80.0))
+    assert shown.strip() == now, "put what `python benchmarks/plan_ranks.py` prints into docs/development/scaling.md"
 
 
 QWEN25_7B = {
@@ -249,7 +250,8 @@ def test_7b_fits_a_card_of_12_gb_by_the_arithmetic_that_the_page_shows(shipped_7
     chunk, layer = parts.pop("log-prob chunk"), parts.pop("backward pass")
     parts["log-prob chunk, or backward pass"] = max(chunk, layer)
     parts["gradients, optimizer"] = parts.pop("gradients") + parts.pop("optimizer")
-    assert shown == {name: f"{size:.2f}" for name, size in parts.items() if size}
+    now = {name: f"{size:.2f}" for name, size in parts.items() if size}
+    assert shown == now, "write these GiB into the table of docs/guides/reduce_memory.md"
 
 
 def test_quantized_bases_are_gathered_as_codes(shipped_7b):

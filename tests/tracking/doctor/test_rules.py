@@ -351,7 +351,7 @@ def test_the_keys_that_are_advised_exist():
     texts = [finding.advice for changes in SICK.values() for finding in diagnose(rows(**changes))]
     assert all(texts)
     named = set().union(*map(config_keys, texts))
-    assert len(named) > 10 and named <= set(known_keys()), named - set(known_keys())
+    assert len(named) > 10 and named <= set(known_keys()), f"advice names no keys: {named - set(known_keys())}"
 
 
 @pytest.mark.parametrize("name", ["stale_weights", "rollout_gap"])
