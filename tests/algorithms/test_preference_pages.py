@@ -130,7 +130,7 @@ def test_each_warning_is_of_its_case_and_not_of_a_sound_objective(said):
     assert warnings(PREFERENCES["orpo"]) == []
 
 
-def test_the_command(capsys):
+def test_explain_prints_equation_sources_and_warnings(capsys):
     config = str(ROOT / "configs" / "algorithms" / "dpo.yaml")
     assert main(["explain", config, "algorithm.loss.label_smoothing=0.5"]) == 0
     shown = capsys.readouterr().out

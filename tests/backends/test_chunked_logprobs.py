@@ -77,7 +77,7 @@ LOGITS = (make_batch(rows=ROWS, longest=TOKENS).loss_mask.sum() * VOCABULARY).it
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_one_process(folder, name, monkeypatch):
+def test_one_process_never_holds_the_logits_of_all_tokens(folder, name, monkeypatch):
     for place in CHUNKS:
         monkeypatch.setattr(place, 64 * VOCABULARY)
     assert 64 * VOCABULARY <= local(folder, ALGORITHMS[name]) < LOGITS / 2
@@ -87,6 +87,6 @@ def test_one_process(folder, name, monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_ranks(folder, tmp_path):
+def test_two_ranks_never_hold_the_logits_of_all_tokens(folder, tmp_path):
     for results in run_ranks(partial(on_rank, folder), 2, tmp_path):
         assert max(results.values()) < LOGITS / 4, results  # of half of the rows

@@ -13,7 +13,7 @@ from atomrl.batches import group_pieces, micro_batches
     most=st.none() | st.integers(1, 10),
     grouped=st.booleans(),
 )
-def test_split(rows, tokens, most, grouped):
+def test_every_row_is_in_one_micro_batch_within_the_budget(rows, tokens, most, grouped):
     lengths, groups = (torch.tensor(column) for column in zip(*rows, strict=True))
     batches = micro_batches(lengths, groups if grouped else None, tokens, most)
     assert sorted(torch.cat(batches).tolist()) == list(range(len(rows)))

@@ -14,7 +14,7 @@ def rates(total, *arguments):
     return [learning_rate(update, total, 2.0, settings(*arguments)) for update in range(total)]
 
 
-def test_constant():
+def test_a_constant_rate_stays():
     assert rates(3, "constant") == [2.0, 2.0, 2.0]
 
 

@@ -383,7 +383,7 @@ def test_an_algorithm_may_bring_its_own_update(make):
     assert max(moved) == pytest.approx(0.001, rel=1e-2)
 
 
-def test_learns(make):
+def test_steps_lower_the_loss(make):
     backend, batch = make(train={"schedule": "constant"}), make_batch(advantages=make_batch().loss_mask * 1.0)
     losses = [values(backend.train_step(batch, make_algorithm()))["actor/pg_loss"] for _ in range(30)]
     assert losses[-1] < 0.3 * losses[0]

@@ -15,7 +15,7 @@ WITH_EXAMPLES = [page for page in PAGES if ">>>" in page.read_text(encoding="utf
 
 
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: page.name)
-def test_examples_run(page):
+def test_examples_of_pages_print_what_they_show(page):
     options = torch._tensor_str.PRINT_OPTS.__dict__.copy()
     try:
         result = doctest.testfile(str(page), module_relative=False)  # prints what it got instead

@@ -128,7 +128,7 @@ def test_only_the_models_tokens_are_trained(played):
     assert not rows.truncated.any()
 
 
-def test_ends(played):
+def test_episodes_end_at_their_limits(played):
     turns = played("cut_short", max_turns=3)
     assert {(t.finish_reason, t.episode.ended, t.episode.outcome, len(t.episode.turns)) for t in turns} == {
         ("length", "turns", 0.75, 3)

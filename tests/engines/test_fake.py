@@ -27,7 +27,7 @@ def test_an_engine_without_a_required_method_is_refused(method):
         type("Mine", (RequestEngine,), methods)(make_tiny_tokenizer())
 
 
-def test_scripted_completions():
+def test_completions_are_the_scripted_ones():
     engine = make_engine()
     assert isinstance(engine, RolloutEngine)
     engine.update_weights(WeightUpdate(version=3, tensors=[("w", torch.zeros(1))]))

@@ -55,7 +55,7 @@ def test_unsupported_models_are_refused_with_the_reason(config, reason, tmp_path
         )
 
 
-def test_supported_families():
+def test_llama_and_qwen2_are_supported():
     assert unsupported(LlamaConfig()) is None
     assert unsupported(Qwen2Config()) is None
 

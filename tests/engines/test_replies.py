@@ -131,7 +131,7 @@ PARAMETERS = {"type": "object", "required": ["text"], "properties": PROPERTIES}
 SCHEMA = {"type": "function", "function": {"name": "add_two", "description": "Adds.", "parameters": PARAMETERS}}
 
 
-def test_published_templates():
+def test_most_published_templates_have_a_place_for_replies():
     """Those that TRL ships, whatever its tests say of them: most have a place, and the reason is said where not."""
     trl = pytest.importorskip("trl", reason="TRL ships published chat templates")
     refused, forms = {"user": {}, "tool": {}}, {}

@@ -219,7 +219,7 @@ def test_a_narrow_clip_on_tokens_is_unstable():
     assert warnings(narrow, updates_per_step=2)[0].startswith("unstable: token ratios")
 
 
-def test_the_command(capsys):
+def test_explain_prints_equation_sources_and_warnings(capsys):
     config = str(ROOT / "configs/algorithms/dapo.yaml")
     assert main(["explain", config, "algorithm.clip.high=0.5", "rollout.top_p=0.9"]) == 0
     shown = capsys.readouterr().out

@@ -1,3 +1,5 @@
+"""Policy objectives: any split has the same gradient, and an override changes its axis alone."""
+
 from dataclasses import replace
 
 import pytest

@@ -6,7 +6,7 @@ from tests.parity import harness
 from tests.parity.not_covered import NOT_COVERED
 
 
-def test_file(golden_file):
+def test_atoms_give_the_numbers_of_a_golden_file(golden_file):
     stem = golden_file.stem
     if stem not in harness.all_adapters():
         assert stem in NOT_COVERED, "write an adapter in tests/parity/adapters, or the reason in not_covered.py"

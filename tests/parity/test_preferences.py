@@ -108,7 +108,7 @@ def test_most_cases_are_whole_objectives():
 
 
 @pytest.mark.parametrize(("stem", "case"), WHOLE, ids=[f"{stem}-{case['name']}" for stem, case in WHOLE])
-def test_dpo(stem, case):
+def test_dpo_has_the_loss_and_gradient_of_trl(stem, case):
     given, expected = case["inputs"], case["expected"]
     mask = numbers(given["completion_mask"]) > 0
     mask[:, 0] = False
@@ -143,7 +143,7 @@ def pairs_of(case, chosen, rejected):
 
 
 @pytest.mark.parametrize("case", cases("cpo_simpo"), ids=lambda case: case["name"])
-def test_cpo_and_simpo(case):
+def test_cpo_and_simpo_have_the_loss_and_gradient_of_trl(case):
     params = case["params"]
     kind = {"simpo": "sigmoid"}.get(params["loss_type"], params["loss_type"])
     own = {"beta": params["beta"]}
@@ -162,7 +162,7 @@ def test_cpo_and_simpo(case):
 
 
 @pytest.mark.parametrize("case", cases("orpo"), ids=lambda case: case["name"])
-def test_orpo(case):
+def test_orpo_has_the_loss_and_gradient_of_trl(case):
     objective = PreferenceObjective(
         score=LogprobScore(length_normalised=True), loss=(OddsRatioLoss(beta=case["params"]["beta"]),)
     )
@@ -175,7 +175,7 @@ def test_orpo(case):
 
 
 @pytest.mark.parametrize("case", cases("kto"), ids=lambda case: case["name"])
-def test_kto(case):
+def test_kto_has_the_loss_and_gradient_of_trl(case):
     given, params = case["inputs"], case["params"]
     weights = {name: params[name] for name in ("beta", "desirable_weight", "undesirable_weight")}
     others = given.get("kl_log_probs") or []

@@ -266,7 +266,7 @@ def test_a_run_by_passes_over_the_data_is_not_said_to_have_a_number_of_steps(cap
     assert "the run: 3 passes over the data" in capsys.readouterr().out
 
 
-def test_several_cards(capsys):
+def test_several_cards_share_the_memory_and_the_update(capsys):
     assert main(["plan", str(CONFIG), "--gpu", "2x3090"]) == 0
     assert "backend.type=fsdp backend.ranks=2 uses all" in capsys.readouterr().out
     whole = ["model.lora=null", "model.path=Qwen/Qwen2.5-3B"]

@@ -63,7 +63,7 @@ def test_a_tighter_clip_takes_gradients_away_and_nothing_else(run):
     ).any()
 
 
-def test_another_advantage(run):
+def test_another_advantage_is_computed_from_the_recorded_rewards(run):
     _, other = objectives(run, ["algorithm.advantage=rloo"])
     table = recorded(run, 1)
     replayed = replay(table, other)
@@ -85,7 +85,7 @@ def test_a_step_with_one_update_has_no_log_probs_before_it(run):
     assert replayed.gradient.abs().max() > 0
 
 
-def test_the_command(run, capsys, tmp_path):
+def test_explain_compares_a_recorded_step_with_another_config(run, capsys, tmp_path):
     out = tmp_path / "t.jsonl"
     arguments = ["--step", "2", "algorithm.clip.high=0", "algorithm.clip.low=0", "--top", "3", "--out", str(out)]
     assert main(["explain", str(run), *arguments]) == 0

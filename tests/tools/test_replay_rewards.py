@@ -42,7 +42,7 @@ def test_hacks_solve_nothing():
     assert {row["completion"] for row in counts["nothing"]} == {""}
 
 
-def test_the_command(run, tmp_path, capsys):
+def test_reward_scores_recorded_completions(run, tmp_path, capsys):
     (tmp_path / "mine.py").write_text(
         "def longest(prompts, completions, **columns):\n    return [len(c) / 100 for c in completions]\n"
         "def last(prompts, completions, **columns):\n    return [float(c.endswith('3')) for c in completions]\n"

@@ -70,7 +70,7 @@ def test_pairs_that_the_cut_makes_equal(kind, caplog, capsys):
     assert "4 of 4 preferences are the same tokens" in capsys.readouterr().err
 
 
-def test_labelled_completions(working_directory, caplog):
+def test_labelled_completions_without_a_token_are_counted(working_directory, caplog):
     rows = labelled(row(LONG, "good", "bad"), row("1", "good", "bad"), row("2", "good", "bad"))
     working_directory(CONFIG | KINDS["kto"], rows=rows)
     assert main(["train", "c.yaml", "--dry-run"]) == 0

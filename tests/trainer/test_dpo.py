@@ -132,7 +132,7 @@ def test_labels_are_held_out_too(folder):
     assert metrics(config.run_dir)[0]["eval/preferences"] == 144, "every good one against every bad one"
 
 
-def test_mistakes(folder, capsys):
+def test_mistakes_of_preference_runs_are_named(folder, capsys):
     assert "labels.jsonl:1: a completion with a label, but dpo needs pairs" in fails(capsys, "data.train=labels.jsonl")
     assert "algorithm.name=grpo is trained on rollouts" in fails(capsys, "algorithm.name=grpo")
     assert "did you mean 'hinge'" in fails(capsys, "algorithm.loss=hing")

@@ -38,7 +38,7 @@ STEP = [
 ]
 
 
-def test_by_hand():
+def test_metrics_of_episodes_are_those_counted_by_hand():
     metrics = episode_metrics(STEP, to_rows(STEP))
     assert metrics == pytest.approx({
         "environment/turns/mean": 2.0, "environment/turns/max": 3.0, "environment/turns/min": 1.0,

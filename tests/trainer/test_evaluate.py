@@ -49,7 +49,7 @@ def run(tokenizer, script=SCRIPT, problems=PROBLEMS, count=4, rewards=None, resp
     return result, seen
 
 
-def test_every_figure(tokenizer):
+def test_figures_are_those_worked_out_by_hand(tokenizer):
     result, _ = run(tokenizer)
     assert (result.prompts, result.dropped_prompts, result.samples_per_prompt) == (2, 0, 4)
     figures = {name: figure.mean for name, figure in result.overall.items()}
@@ -178,7 +178,7 @@ def group(answers, correct):
     return [{"answer": answer, "correct": right} for answer, right in zip(answers, correct, strict=True)]
 
 
-def test_majority():
+def test_the_majority_decides_by_value_and_then_by_order():
     assert majority_correct(group(("a", "b", "b"), (False, True, False)))
     assert not majority_correct(group(("a", "a", "b"), (False, False, True)))
     assert majority_correct(group(("", "", "b"), (False, False, True))), "no answer has no vote"

@@ -172,7 +172,7 @@ def test_an_empty_pool_ends_with_a_message_and_continues(folder, capsys):
     assert stats(capsys)["finished"] == 6 and stats(capsys)["groups"] == 0
 
 
-def test_mistakes(folder, capsys):
+def test_mistakes_of_pools_are_named(folder, capsys):
     assert "--groups must be at least 1" in fails(capsys, "pool", "fill", "c.yaml", "--groups", "0")
     assert "no config file" in fails(capsys, "pool", "fill")
     assert "for sft, which samples no rollouts" in fails(capsys, "pool", "fill", "c.yaml", "sft={}")

@@ -144,7 +144,7 @@ def test_groups_of_one_prompt_are_groups_of_their_own(make):
     assert ids == [{"0:1"}, {"0:1#2"}, {"0:1#3"}]
 
 
-def test_metrics(make):
+def test_metrics_count_what_became_of_groups(make):
     source = make(max_uses=2)
     run = source.reader
     source.pool.put([group(1)])

@@ -131,7 +131,7 @@ def test_it_continues_from_a_model_that_is_there(folder, capsys):
     )
 
 
-def test_mistakes(folder, capsys):
+def test_mistakes_of_pretraining_are_named(folder, capsys):
     assert "data.train: absent does not exist; create it with: atomrl data prepare" in fails(
         capsys, "data.train=absent"
     )

@@ -73,7 +73,7 @@ def test_the_temperature_of_rollouts_is_none_of_theirs(folder, kind, metric):
     assert losses[0] == losses[1] and len(losses[0]) == 4
 
 
-def test_conversations_train(folder):
+def test_conversations_lower_the_loss(folder):
     lines = [{"messages": [{"role": "user", "content": r["prompt"]}, {"role": "assistant", "content": r["completion"]},
                            {"role": "user", "content": "and?"}, {"role": "assistant", "content": "done"}]}
              for r in ROWS]  # fmt: skip

@@ -89,7 +89,7 @@ def test_only_documents_with_a_word_of_the_query_are_found(corpus):
         ("german", "Die Häuser der Stadt", ["haus", "stadt"]),
     ],
 )
-def test_words(language, text, words):
+def test_words_are_split_and_stemmed_by_language(language, text, words):
     assert Words(language)(text) == words
 
 

@@ -149,7 +149,7 @@ def test_queries_that_wait_are_searched_together_and_each_gets_its_own():
     assert len(index.batches) <= 5 and max(index.batches) <= 64 + 2
 
 
-def test_health(service):
+def test_health_says_kind_documents_and_memory(service):
     health = get(service, "/health")
     assert health["status"] == "ok" and health["kind"] == "bm25" and health["documents"] == 300
     assert 1 << 20 < health["memory_bytes"] < 1 << 30

@@ -59,7 +59,7 @@ def test_rows_of_something_else_are_a_mistake(row, tmp_path, capsys):
     assert "metrics.jsonl, row 4, is not a row of a run" in capsys.readouterr().err
 
 
-def test_this_machine(capsys, monkeypatch):
+def test_doctor_describes_this_machine_without_secrets(capsys, monkeypatch):
     for name in ("HF_TOKEN", "WANDB_API_KEY", "MY_PASSWORD"):
         monkeypatch.setenv(name, "s3cr3t-marker")
     assert main(["doctor"]) == 0

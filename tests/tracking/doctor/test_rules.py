@@ -275,7 +275,7 @@ ILL = {
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
-def test_recorded_runs(path):
+def test_recorded_runs_have_the_findings_that_they_should(path):
     """Runs of `benchmarks/doctor.py`: an illness is found alone and within 20 steps; a hack is found, and quoted; a
     good run hears nothing of one."""
     run = json.loads(path.read_text(encoding="utf-8"))

@@ -20,7 +20,7 @@ def test_the_same_run_twice(tmp_path):
     assert diff.same and diff.earliest is None and diff.steps == 4
 
 
-def test_one_token(tmp_path):
+def test_a_changed_token_is_found_at_its_place(tmp_path):
     changed = {"token_ids": [1, 9, 5], "completion": "it was 3"}
     diff = compared(tmp_path, changes={(2, "p1", 0): changed})
     [earliest] = diff.first.values()
@@ -34,7 +34,7 @@ def test_a_completion_that_is_longer(tmp_path):
     assert diff.earliest.token == 3 and "id (ended) | 7" in diff.earliest.what
 
 
-def test_one_reward(tmp_path):
+def test_a_changed_reward_is_found_at_its_step(tmp_path):
     diff = compared(tmp_path, changes={(3, "p0", 1): {"reward": 0.5}})
     assert (diff.earliest.part, diff.earliest.step) == ("rewards", 3)
     assert "reward: 1.0 | 0.5 (by 0.5, 0.5 of it)" in diff.earliest.what
@@ -45,7 +45,7 @@ def test_a_part_of_a_reward(tmp_path):
     assert "reward_parts.exact: 1.0 | 0.0" in diff.earliest.what
 
 
-def test_one_key(tmp_path):
+def test_a_changed_key_is_named_with_both_values(tmp_path):
     diff = compared(tmp_path, config={"train": {"steps": 3, "learning_rate": 0.2}})
     assert [(d.part, d.what) for d in diff.named] == [("config", "train.learning_rate: 0.1 | 0.2")]
     assert not diff.same and not diff.first
@@ -144,7 +144,7 @@ def test_data_that_only_one_has_recorded(tmp_path):
 
 
 @pytest.mark.parametrize(("given", "code"), [({}, 0), ({"changes": {(2, "p0", 0): {"reward": 3.0}}}, 1)])
-def test_exit_codes(tmp_path, capsys, given, code):
+def test_the_exit_code_says_whether_runs_differ(tmp_path, capsys, given, code):
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", **given)
     assert main(["compare", "--diff", str(a), str(b)]) == code
     printed = capsys.readouterr().out
