@@ -9,7 +9,6 @@ import pytest
 from atomrl.algorithms import objective_of
 from atomrl.cli.main import main
 from atomrl.cli.plan import print_forecast
-from atomrl.common.memory import available_memory
 from atomrl.config import ConfigError, load_config
 from atomrl.planner.forecast import Forecast, forecast
 from atomrl.planner.probe import ProbeResult, measure
@@ -42,25 +41,6 @@ def test_small_steps_that_fit_do_not_stand_for_long_rows_that_do_not(folder, mon
     monkeypatch.setattr("atomrl.cli.plan.print_forecast", lambda *given: None)
     for size, code in (("1MiB", 1), ("900GiB", 0)):
         assert main(["plan", "c.yaml", "--probe", "--memory", size]) == code
-
-
-def test_available_memory_respects_the_limit_of_the_container(tmp_path):
-    everything = available_memory(tmp_path)  # where nothing says more
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable:    8000 kB\n")
-    assert available_memory(tmp_path) == 8000 * 1024 < everything
-    for place, names in (
-        ("sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")),
-        ("sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
-    ):
-        group, (limit, used, cached) = tmp_path / place, names
-        group.mkdir(parents=True, exist_ok=True)
-        (group / "memory.stat").write_text(f"anon 5\n{cached} 100\n")
-        (group / used).write_text("400\n")
-        (group / limit).write_text("1000\n")
-        assert available_memory(tmp_path) == 1000 - (400 - 100)
-        (group / limit).write_text("max\n")
-        assert available_memory(tmp_path) == 8000 * 1024
 
 
 def test_the_largest_phase_decides(folder):
