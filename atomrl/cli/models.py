@@ -271,7 +271,13 @@ def complete_prompt(arguments: argparse.Namespace) -> int:
     """Print the completions; exit code 1 if an episode failed."""
     check_inputs(arguments)
     from atomrl.engines.requests import generate
-    from atomrl.trainer.build import build_engine, eval_sampling, model_path, policy_tokenizer, processor
+    from atomrl.trainer.build import (
+        build_engine,
+        eval_sampling,
+        model_path,
+        policy_tokenizer,
+        processor,
+    )
     from atomrl.trainer.checks.environment import check_environment, with_tools
 
     config = generate_config(arguments)
@@ -353,9 +359,11 @@ def conversation(episode: Episode) -> Iterator[str]:
         yield from (f"> {line}" for line in printable(text).strip("\n").splitlines())
 
     yield from quoted(episode.opening)
+    yield from (f"> picture: {image.path}" for image in episode.opening_images)
     for turn in episode.turns:
         yield printable(turn.text)
         yield from quoted(turn.reply)
+        yield from (f"> picture: {image.path}" for image in turn.images)
     ended = {"environment": "by the environment", "turns": "at environment.max_turns", "failed": "by a failure"}
     outcome = "" if episode.outcome is None else f", outcome {episode.outcome:g}"
     why = f": {episode.failure}: {printable(episode.message)}" if episode.failure else ""

@@ -131,7 +131,7 @@ def test_groups_of_a_pool_have_their_pictures(folder):
 
 
 REFUSED = {
-    "sglang": ({"rollout": {"engine": "sglang"}}, "SGLangEngine does not take pictures, and the data have some"),
+    "sglang": ({"rollout": {"engine": "sglang"}}, "SGLangEngine does not take pictures, and the run has some"),
     "vllm": ({"rollout": {"engine": "vllm", "temperature": 0.7}}, "those of pictures may not: use"),
     "critic": ({"algorithm": {"name": "ppo"}}, "model cannot be used as a critic: model_type 'qwen2_5_vl' is not one"),
     "critic_of_text": ({"algorithm": {"name": "ppo"}}, "algorithm.name=ppo: a critic reads text alone"),

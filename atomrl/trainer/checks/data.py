@@ -56,7 +56,7 @@ def check_image_engine(config: RunConfig) -> None:
     if not engine.supports_images:
         others = " or ".join(name for name, kind in ENGINES.items() if kind.supports_images)
         raise ConfigError(
-            f"rollout.engine={config.rollout.engine}: {engine.__name__} does not take pictures, and the data have "
+            f"rollout.engine={config.rollout.engine}: {engine.__name__} does not take pictures, and the run has "
             f"some: use rollout.engine={others}"
         )
     if engine.package and config.cluster is not None:
@@ -84,10 +84,13 @@ def check_images(config: RunConfig, images: ImageStore | None, algorithm: Algori
     if not images:
         keys = {"data.images_field": data.images_field, "data.min_pixels": data.min_pixels}
         keys |= {"data.max_pixels": data.max_pixels, "model.freeze_vision": None if model.freeze_vision else False}
+        keys |= {"environment.images": (config.environment and config.environment.images) or None}
         if key := next((key for key, value in keys.items() if value is not None), None):
             why = None if path is None else why_no_images(model_config_only(path, model.trust_remote_code), path)
             raise ConfigError(f"{key}: {why or 'no row of the data has a picture'}; remove the key")
         return
+    if images.replies and images.reader is not None:
+        _ = images.reader.processor  # those of the data have been read with it
     if config.kind == "rl":
         check_image_engine(config)
     if config.kind == "reward-model":
