@@ -207,8 +207,8 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple
     _, lengths = processor.filter_overlong(report.problems)
     prefix = tokenizer.encode(response_prefix, add_special_tokens=False)
     config = within_context(config, min(max(lengths), processor.max_prompt_tokens) + len(prefix))
+    check_image_engine(config, images)
     if images:
-        check_image_engine(config)
         images.write()
     engine = build_engine(config, model_path(config), tokenizer, images=reader)
     try:
@@ -278,6 +278,7 @@ def complete_prompt(arguments: argparse.Namespace) -> int:
         policy_tokenizer,
         processor,
     )
+    from atomrl.trainer.checks.data import check_image_engine
     from atomrl.trainer.checks.environment import check_environment, with_tools
 
     config = generate_config(arguments)
@@ -285,9 +286,11 @@ def complete_prompt(arguments: argparse.Namespace) -> int:
     tokenizer = policy_tokenizer(config)
     config = with_tools(config, tokenizer)
     check_environment(config, tokenizer)
+    images = image_store(config, image_reader(config, model_path(config)))
+    check_image_engine(config, images)
     (prompt,) = processor(config, tokenizer).to_prompts([("prompt", problem)])
     config = within_context(config, len(prompt.token_ids))
-    engine = build_engine(config, model_path(config), tokenizer)
+    engine = build_engine(config, model_path(config), tokenizer, images=images.reader if images else None)
     try:
         completions = generate(engine, [prompt], eval_sampling(config))
     finally:
