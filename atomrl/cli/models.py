@@ -274,6 +274,8 @@ def complete_prompt(arguments: argparse.Namespace) -> int:
     from atomrl.trainer.build import (
         build_engine,
         eval_sampling,
+        image_reader,
+        image_store,
         model_path,
         policy_tokenizer,
         processor,

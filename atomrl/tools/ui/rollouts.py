@@ -375,12 +375,10 @@ def episode_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return a row's episode, with the names of pictures alone (`images_of`); None if it has none, or a malformed
     one."""
     episode = row.get("episode")
-    turns = (episode.get("turns") or []) if isinstance(episode, dict) else None
-    if (
-        not isinstance(episode, dict)
-        or not isinstance(turns, list)
-        or not all(isinstance(turn, dict) for turn in turns)
-    ):
+    if not isinstance(episode, dict):
+        return None
+    turns = episode.get("turns") or []
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         return None
     opening = images_of({"images": episode.get("opening_images")})
     return {**episode, "turns": [turn | {"images": images_of(turn)} for turn in turns], "opening_images": opening}
