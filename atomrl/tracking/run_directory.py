@@ -536,7 +536,7 @@ def rollout_rows(
 ) -> list[dict[str, Any]]:
     """Return one JSON-ready dict per trajectory, the rows of `rollouts/`.
 
-    `images`, also in the turns of an episode, are names of files in `inputs/images` of the run's folder. `reward` is the
+    `images`, also in the turns of an episode, are names of files in `inputs/images` of the run. `reward` is the
     total, with the rewards of turns; `reward_parts` are those of the outcome. `policy_versions` are the weight versions
     that sampled its tokens, `policy_version` the newest of them. With an environment there is an `episode`: its turns
     (text, reply, reward, labels, seconds) and how it ended.
