@@ -1,5 +1,6 @@
 """Environments of the tests whose replies have pictures, as a user would write them."""
 
+import io
 import random
 
 from PIL import Image
@@ -43,7 +44,7 @@ def broken(problem):
     values = {
         "cut": [b"\x89PNG\r\n\x1a\n"], "empty": [b""], "gone": ["nowhere.png"], "web": ["https://example.com/a.png"],
         "number": [7], "bare": colour("a"), "places": [colour("a"), colour("b")], "narrow": [colour("a", (2, 2000))],
-        "large": [colour("a", (4000, 4000))], "frames": [animated()],
+        "frames": [animated()],
     }  # fmt: skip
     text = "one <image>" if problem.prompt == "places" else "it is " + "long " * 200 if problem.prompt == "long" else ""
     yield Reply(text=text, images=values.get(problem.prompt, [colour("a")]))
@@ -52,8 +53,6 @@ def broken(problem):
 
 def animated():
     """A GIF of two frames."""
-    import io
-
     content = io.BytesIO()
     colour("a").save(content, "GIF", save_all=True, append_images=[colour("b")])
     return content.getvalue()

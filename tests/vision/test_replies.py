@@ -1,5 +1,6 @@
 """Replies of environments with pictures: what the model sees in each turn is what its rows have."""
 
+import re
 from contextlib import closing
 from dataclasses import replace
 
@@ -73,8 +74,10 @@ def test_rows_have_the_tokens_and_pictures_that_each_turn_was_sampled_after(case
     rows = to_rows(trajectories)
     assert all(item.episode.ended == "environment" for item in trajectories), trajectories[0].episode
     assert (rows.rows > len(trajectories)) == ("dropping" in kind)
-    assert case.difference(rows) < (4e-5 if "qwen3_5" in str(case.path) else 1e-5)
-    assert case.difference(rows, rows_per_micro_batch=1) < (4e-5 if "qwen3_5" in str(case.path) else 1e-5)
+    # Linear attention is computed in chunks by the trainer, and token by token in generation.
+    close = 2e-4 if "qwen3_5" in str(case.path) else 1e-5
+    assert case.difference(rows) < close
+    assert case.difference(rows, rows_per_micro_batch=1) < close
     assert not (rows.loss_mask & torch.isin(rows.tokens, torch.tensor([IMAGE, START, STOP]))).any()
     turns = 0
     for row, index in enumerate(rows.trajectory_index.tolist()):
@@ -211,9 +214,7 @@ def test_a_picture_that_cannot_be_read_fails_its_episode(one, case):
     files = {*one.reader.folder.iterdir()}
     [item, _] = one.play("broken", prompts=[prompt])
     assert item.episode.failure == "invalid" and {*one.reader.folder.iterdir()} == files
-    import re
-
-    assert re.search(BROKEN[case], item.episode.message), item.episode.message
+    assert re.search(BROKEN[case], item.episode.message)
 
 
 def test_a_picture_without_the_key_ends_the_run_with_its_name(one):
