@@ -63,6 +63,12 @@ def read(tmp_path: Path, text: str, name: str = "", **more: str) -> Imported:
     (f"{SKYRL} generator.max_turns=3", "max_turns=3"),
     ("bash run_gsm8k.sh trainer.policy.lr=1", "starts run_gsm8k.sh of SkyRL"),
     (f"{SKYRL} environment.env_class=search", "env_class=search"),
+    (f"{SKYRL} generator.vision_language_generator=true generator.max_turns=3", "max_turns=3"),
+    (f"{SKYRL} generator.vision_language_generator=true trainer.policy.language_model_only=true",
+     "language_model_only=True has no counterpart and affects training: the data have pictures"),
+    (f"{SKYRL} generator.vision_language_generator=true generator.inference_engine.language_model_only=true",
+     "inference_engine.language_model_only=True has no counterpart"),
+    (f"{SKYRL} generator.vision_language_generator=maybe", "vision_language_generator=maybe is neither true nor"),
     (SKYRL.replace("skyrl.train.entrypoints.main_base", "examples.main_dapo"), "main_dapo of SkyRL: supported"),
     ("base_model: m\nrl: dpo", "axolotl, which is not supported: supported are verl, TRL"),
     ("policy: {model_name: m}\ngrpo: {num_prompts_per_step: 2}", "NeMo-RL, which is not supported"),
@@ -268,3 +274,8 @@ def test_pictures_are_those_of_their_column(tmp_path: Path) -> None:
     llama = read(tmp_path, f"{LLAMA}stage: sft\nfinetuning_type: full\nimage_max_pixels: 9000")
     assert (llama.tree["data"]["max_pixels"], llama.tree["data"]["min_pixels"]) == (9000, 1024)
     assert llama.tree["model"]["freeze_vision"] is True
+    for keys, frozen in (("", False), (" trainer.policy.model.lora.rank=8", None)):
+        skyrl = read(tmp_path, f"{SKYRL} generator.vision_language_generator=true{keys}")
+        assert skyrl.tree["model"].get("freeze_vision") is frozen and not skyrl.to_do
+    alone = read(tmp_path, f"{SKYRL} trainer.policy.language_model_only=true").tree["model"]
+    assert "freeze_vision" not in alone
