@@ -9,7 +9,7 @@ from typing import Any
 from atomrl.config import ConfigError
 from atomrl.tools.importers import trl_arguments
 from atomrl.tools.importers.sources import Settings, flat_yaml
-from atomrl.tools.importers.translation import TEMPLATE, VIDEOS, Translation
+from atomrl.tools.importers.translation import TEMPLATE, Translation
 from atomrl.tools.importers.trl import TRAINERS
 
 VERSION = "LLaMA-Factory of August 2026"
@@ -31,7 +31,6 @@ DEFAULTS: Settings = {
 REFUSED: Mapping[str, str] = {
     "train_on_prompt": "prompts are not trained on",
     "mask_history": "all answers of a conversation are trained on",
-    "video_max_pixels": VIDEOS,
     "tokenized_path": "it writes tokenized rows, or trains on those there and not on dataset: remove the key",
     "ref_model": "the reference is the initial model",
     "adapter_name_or_path": "merge the adapters first",
@@ -54,6 +53,7 @@ REASONS: Mapping[str, str] = {
     "quantization_method": "4 bits are nf4, 8 bits int8 here",
     "double_quantization": "the scales of the 4 bits are not quantised again, which is more exact",
     "do_train": "it is on",
+    "video_": "rows with videos are an error when they are read",
 }  # fmt: skip
 
 
