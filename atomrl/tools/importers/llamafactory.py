@@ -48,11 +48,12 @@ REFUSED: Mapping[str, str] = {
 REASONS: Mapping[str, str] = {
     **dict.fromkeys(("plot_loss", "ray_", "swanlab_", "use_swanlab"), trl_arguments.LOGGING),
     **dict.fromkeys(("overwrite_cache", "dataset_dir", "buffer_size"), trl_arguments.LOADING),
-    **dict.fromkeys(("upcast_layernorm", "use_unsloth", "use_reentrant_gc", "neat_packing", "low_cpu_mem_usage"),
+    **dict.fromkeys(("upcast_layernorm", "use_unsloth", "use_reentrant_gc", "low_cpu_mem_usage"),
                     trl_arguments.KERNEL),
     "quantization_method": "4 bits are nf4, 8 bits int8 here",
     "double_quantization": "the scales of the 4 bits are not quantised again, which is more exact",
     "do_train": "it is on",
+    "neat_packing": "the rows of a block never see each other here",
     "video_": "rows with videos are an error when they are read",
 }  # fmt: skip
 
@@ -79,6 +80,7 @@ def translate(path: Path) -> Translation:
     if settings.get("quantization_bit"):
         settings[f"load_in_{settings['quantization_bit']}bit"] = True
     settings |= {"use_peft": True} if tuning == "lora" else {}
+    settings |= {"packing": True} if settings.get("neat_packing") else {}
     t = Translation("LLaMA-Factory", settings, defaults, path)
     t.version = VERSION
     t.reasons |= REASONS
