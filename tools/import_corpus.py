@@ -22,7 +22,7 @@ READ = "*.sh", "*.yaml", "*.yml", "*.py", "*.jinja"
 
 
 def fetch(checkouts: Path, source: str = "https://github.com") -> None:
-    """Bring each repository of the list from `source` to its commit. Only files that an importer may read are written."""
+    """Bring each repository of the list to its commit. Only files that an importer may read are written."""
     for line in LIST.read_text().splitlines():
         name, _, commit = line.partition(" ")[0].partition("@")
         if not commit:

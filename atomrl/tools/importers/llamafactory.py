@@ -39,6 +39,7 @@ REFUSED: Mapping[str, str] = {
     "rope_scaling": "positions are those of the model",
     "mixture_of_depths": "layers are those of the model",
     "default_system": "set data.system_prompt, and remove the key",
+    "freeze_language_model": "weights of the language model are trained",
     "use_llama_pro": "all weights, or adapters, are trained",
     **dict.fromkeys((
         "use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon", "use_dft_loss", "use_asft_loss",
@@ -121,6 +122,7 @@ def _data(t: Translation) -> None:
     if t("max_samples") is not None:
         t.put("data.train_size", t.count("max_samples"), "max_samples", because="of all data sets; there of each")
     _pictures(t)
+    t.differ("rows over cutoff_len tokens", "prompt and answer are shortened in proportion", "truncated at the end")
     if t("template") is not None:
         t.differ("chat template", f"its own {t('template')} (template)", "that of the tokenizer")
 
