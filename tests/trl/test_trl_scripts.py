@@ -336,6 +336,8 @@ def test_a_trainer_takes_its_own_config_and_needs_rows(model):
 
 
 def test_a_reference_has_the_weights_of_the_model(model):
+    from transformers import AutoModelForCausalLM
+
     from atomrl.trl import DPOTrainer, create_reference_model
 
     loaded = AutoModelForCausalLM.from_pretrained(model)

@@ -17,8 +17,7 @@ def test_files_of_a_commit_are_fetched_and_scored(tmp_path: Path, monkeypatch: p
 
     def git(*words: str) -> str:
         identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        done = subprocess.run(["git", "-C", theirs, *identity, *words], check=True, capture_output=True, text=True)
-        return done.stdout.strip()
+        return subprocess.check_output(["git", "-C", theirs, *identity, *words], text=True).strip()
 
     def committed(**files: str) -> str:
         for name, stage in files.items():
