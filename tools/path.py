@@ -74,7 +74,7 @@ PATH: Mapping[str, Sequence[str]] = {
         "rewards/compute.py::Rewards.__call__",
         "rewards/calling.py::Task.payload",
         "rewards/calling.py::call",
-        "rewards/answers.py::strict_math",
+        "rewards/verifiable.py::strict_math",
         "rewards/answers.py::answers_equal",
         "rewards/calling.py::_parse_score",
         "rewards/compute.py::Rewards.judge",

@@ -24,7 +24,7 @@ MAY_LISTEN = {  # on 127.0.0.1, or between the machines of a cluster that a conf
 }
 MAY_SERVE = {"atomrl/environments/retrieval/server.py", "atomrl/tools/ui/server.py"}
 OPENS_A_PORT = {"bind", "listen", "create_server", "start_server", "serve_forever", "Listener"}
-MAY_UNPICKLE = {"atomrl/rewards/calling.py", "atomrl/environments/worker.py"}
+MAY_UNPICKLE = {"atomrl/rewards/workers.py", "atomrl/environments/worker.py"}
 MAY_UNPICKLE |= {"benchmarks/simulate_cluster.py", "benchmarks/ranks.py"}
 """Requests to a worker of rewards or environments are pickled by the trainer that started it; replies are JSON. The
 simulation times what it pickled itself, and the benchmark of ranks speaks with its own processes."""
