@@ -79,7 +79,7 @@ def sized(tree: Mapping[str, Any], model: str, seed: int, folder: Path) -> dict[
 def counting_engine(budget: int) -> Any:
     """The native engine; when the completions drawn in training have `budget` tokens, it asks for this step to be the
     last."""
-    from atomrl.engines.native import NativeEngine
+    from atomrl.engines.native.engine import NativeEngine
     from atomrl.types import GenerationOutput, GenerationRequest
 
     class Counted(NativeEngine):

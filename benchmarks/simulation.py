@@ -22,7 +22,7 @@ from dataclasses import replace
 from simulated_parts import Completion, Engine, Group, Machine
 
 from atomrl.config import AsynchronousConfig
-from atomrl.trainer.sources import cut_short, open_limit, taken, too_old
+from atomrl.trainer.staleness import cut_short, open_limit, taken, too_old
 
 
 class Simulation:

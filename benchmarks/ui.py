@@ -203,7 +203,7 @@ import statistics, sys, time
 from pathlib import Path
 import torch
 from tests.ui.made import log_step
-from atomrl.tracking.reading.lines import acquire_lock
+from atomrl.tracking.reading.lock import acquire_lock
 torch.set_num_threads(1)
 folder, step = Path(sys.argv[1]), 100
 acquire_lock(folder)

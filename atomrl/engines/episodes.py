@@ -23,7 +23,7 @@ from atomrl.common.chat_template import (
 from atomrl.common.hangs import progress
 from atomrl.common.secrets import without_secrets
 from atomrl.config import EnvironmentConfig
-from atomrl.engines.sampling import seed_at
+from atomrl.engines.native.sampling import seed_at
 from atomrl.environments.pool import Answer, EnvironmentPool
 from atomrl.protocols import RolloutEngine, WeightHash, WeightUpdate
 from atomrl.types import (

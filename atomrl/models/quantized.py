@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from atomrl.common.errors import reraise_as
 from atomrl.config import ConfigError, Quantization
-from atomrl.models.kernels import apply
+from atomrl.models.kernel_switches import apply
 
 log = logging.getLogger(__name__)
 BLOCK, SCALE_BLOCK = 64, 256

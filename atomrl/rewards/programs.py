@@ -15,7 +15,7 @@ from atomrl.rewards.code_blocks import last_block
 from atomrl.rewards.errors import NoScore, RewardError
 from atomrl.rewards.program_tests import Case, called_by, cases_of
 from atomrl.sandbox import Limits, Sandbox, SandboxError, check, run
-from atomrl.sandbox.running import Verdict, judge
+from atomrl.sandbox.judging import Verdict, judge
 
 _TOLERANCE = 1e-6
 _NUMERAL = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
@@ -59,7 +59,7 @@ def code(
     """Return the share of tests that the completion's program (`last_block`) passes; 0.0 without a program.
 
     Outputs are compared in this process. Assertions are evaluated in a process that the program cannot reach
-    (`atomrl.sandbox.running.judge`). If a test passes the program a function or an object of a class, which is not
+    (`atomrl.sandbox.judging.judge`). If a test passes the program a function or an object of a class, which is not
     possible there, the completion gets no score.
 
     Args:

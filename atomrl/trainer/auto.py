@@ -18,17 +18,18 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from atomrl.cluster.ray_cluster import Wanted
+from atomrl.cluster.placement import Wanted
 from atomrl.common.memory import readable
 from atomrl.config import ConfigError, RunConfig, read_yaml
 from atomrl.engines.vllm import VLLMEngine
-from atomrl.models.gpt import unsupported
+from atomrl.models.decoder_spec import unsupported
 from atomrl.models.loading import compute_dtype, model_config_only
 from atomrl.models.memory import IN_CPU_MEMORY, MOST_TOKENS, SHARDED
 from atomrl.models.shapes import text_config
 from atomrl.models.vision import why_no_images
 from atomrl.protocols import Algorithm
-from atomrl.tracking.run_directory import installed_version, is_begun
+from atomrl.tracking.environment import installed_version
+from atomrl.tracking.run_directory import is_begun
 from atomrl.trainer.build import ENGINES, algorithm_of, chosen_class, device_name, train_sampling, with_settings
 from atomrl.trainer.memory import (
     CONTEXT_GIB,

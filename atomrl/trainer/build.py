@@ -20,8 +20,11 @@ import torch
 from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.algorithms.sft import PRETRAINING, SFT
 from atomrl.backends.group import Ranks
+from atomrl.backends.launcher import CONTENTS
 from atomrl.backends.local import LocalBackend
-from atomrl.backends.ranks import CONTENTS, RankedKind, rank_count, start_actors, start_rank_actors, start_ranks
+from atomrl.backends.rank_actors import start_actors, start_rank_actors
+from atomrl.backends.rank_group import start_ranks
+from atomrl.backends.ranks import RankedKind, rank_count
 from atomrl.backends.roles import RoleName
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.common.chat_template import set_template
@@ -31,10 +34,10 @@ from atomrl.common.launchers import launched
 from atomrl.config import BackendConfig, ConfigError, ModelConfig, RolloutConfig, RunConfig
 from atomrl.data.image_reader import ImageReader
 from atomrl.data.images import ImageStore
-from atomrl.data.problems import DataProcessor
+from atomrl.data.processor import DataProcessor
 from atomrl.engines.episodes import EpisodeEngine
 from atomrl.engines.hf import HFEngine
-from atomrl.engines.native import NativeEngine
+from atomrl.engines.native.engine import NativeEngine
 from atomrl.engines.replicas import ReplicatedEngine
 from atomrl.engines.requests import EngineOptions, RequestEngine
 from atomrl.engines.sglang import SGLangEngine
@@ -56,7 +59,7 @@ from atomrl.objectives import PolicyObjective, PreferenceObjective
 from atomrl.objectives.token_weights import TokenTIS
 from atomrl.protocols import Algorithm, FrozenBase, RolloutEngine, RoundedWeights, TrainingBackend
 from atomrl.tracking.reading.lines import flat_tree
-from atomrl.tracking.reading.rollouts import IMAGES
+from atomrl.tracking.reading.token_records import IMAGES
 from atomrl.tracking.run_directory import FRESH_MODEL, RunDirectory, is_begun
 from atomrl.types import SAMPLING_KEYS, SamplingParams
 
@@ -68,7 +71,7 @@ ENGINES: dict[str, type[RequestEngine]] = {
     "vllm-server": VLLMServerEngine,
     "sglang": SGLangEngine,
 }
-RANKED = {"fsdp": "atomrl.backends.fsdp.FSDPBackend", "megatron": "atomrl.backends.megatron.MegatronBackend"}
+RANKED = {"fsdp": "atomrl.backends.fsdp.FSDPBackend", "megatron": "atomrl.backends.megatron.backend.MegatronBackend"}
 """`backend.type` -> class of a rank's back end. Imported only by a run that needs it: an import takes 0.5 s or more."""
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from atomrl.data.curriculum import Curriculum
-from atomrl.pool.codec import PoolEmpty
+from atomrl.pool.errors import PoolEmpty
 from atomrl.pool.store import Held, RolloutPool
 from atomrl.protocols import Algorithm
 from atomrl.tracking.checkpoints import step_folders

@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from atomrl.models.gpt import fitting_weights
+from atomrl.models.decoder_spec import fitting_weights
 from atomrl.protocols import RolloutEngine, TrainingBackend, WeightHash, WeightUpdate
 from atomrl.weight_sync.hashes import device_hash, fetch_hashes
 

@@ -8,7 +8,7 @@ import torch
 from atomrl.algorithms import objective_of
 from atomrl.cli.main import main
 from atomrl.config import ConfigError, load_config
-from atomrl.models.memory import known_shape
+from atomrl.models.known_shapes import known_shape
 from atomrl.trainer import auto as module
 from atomrl.trainer.auto import engine_share, with_engine, with_share
 from atomrl.trainer.checks.engine import check_engine

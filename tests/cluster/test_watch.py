@@ -9,7 +9,7 @@ import time
 import pytest
 
 from atomrl.cluster import ray_cluster as module
-from atomrl.cluster.ray_cluster import RayHangs, Watch
+from atomrl.cluster.watch import RayHangs, Watch
 
 ANSWER = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 

@@ -18,8 +18,8 @@ from atomrl.data.tasks import (
     normalise_content,
     row_content,
     row_split,
-    run_operation,
 )
+from atomrl.data.tasks.stack_machine import run_operation
 from atomrl.rewards.expressions import evaluate_arithmetic
 
 TASKS = sorted(GENERATORS)

@@ -9,15 +9,16 @@ from transformers import Qwen2Config
 
 from atomrl.algorithms import objective_of
 from atomrl.backends.local import LocalBackend
-from atomrl.backends.megatron_layout import check_shape
+from atomrl.backends.megatron.shapes import check_shape
 from atomrl.batches import TrainingBatch
 from atomrl.common.memory import process_memory
 from atomrl.common.metrics import values
 from atomrl.config import FSDPConfig, load_config
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import load_policy, model_config_only, save_model
-from atomrl.models.memory import activation_bytes_per_token, adapter_parameters, memory_metrics
-from atomrl.models.reward_model import load_scalar
+from atomrl.models.memory import activation_bytes_per_token, adapter_parameters
+from atomrl.models.process_memory import memory_metrics
+from atomrl.models.scalar import load_scalar
 from atomrl.objectives import PolicyObjective
 from atomrl.trainer.memory import memory_estimate, peak_of, rank_choices
 from tests.models.gpt2 import save_gpt2

@@ -12,11 +12,11 @@ import atomrl
 from atomrl.algorithms import objective_of
 from atomrl.backends.local import LocalBackend
 from atomrl.config import LoraConfig, ModelConfig, TrainConfig
-from atomrl.engines import decoder
-from atomrl.engines.cache import run_prompts
-from atomrl.engines.native import NativeEngine
-from atomrl.engines.paged import PlainOps
-from atomrl.engines.requests import EngineOptions, generate
+from atomrl.engines.generation import generate
+from atomrl.engines.native.cache import run_prompts
+from atomrl.engines.native.decode_step import PlainOps
+from atomrl.engines.native.engine import NativeEngine, decoder
+from atomrl.engines.requests import EngineOptions
 from atomrl.models import kernels, loading
 from atomrl.models.loading import load_tokenizer
 from atomrl.protocols import FrozenBase, RoundedWeights

@@ -10,17 +10,19 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from atomrl.config import LoraConfig
-from atomrl.engines import decoder
+from atomrl.engines.generation import generate
 from atomrl.engines.hf import HFEngine
-from atomrl.engines.native import NativeEngine
-from atomrl.engines.paged import PlainOps
-from atomrl.engines.requests import EngineOptions, generate
+from atomrl.engines.native.decode_step import PlainOps
+from atomrl.engines.native.engine import NativeEngine, decoder
+from atomrl.engines.requests import EngineOptions
 from atomrl.models.loading import has_bfloat16, load_policy
 from atomrl.models.lora import adapter_weights
 from atomrl.protocols import Adapter, WeightUpdate
 from atomrl.types import SamplingParams
 from atomrl.weight_sync import InProcessTransfer, WeightMismatch, checked_update, tensor_hash
-from atomrl.weight_sync.channels import CollectiveChannel, FileChannel, TransferBroken
+from atomrl.weight_sync.broadcast import CollectiveChannel
+from atomrl.weight_sync.channel import TransferBroken
+from atomrl.weight_sync.files import FileChannel
 from tests.engines import logprobs_of, prompts_of
 from tests.tiny import make_tiny_model
 

@@ -34,7 +34,7 @@ from atomrl.rewards.search_r1 import search_r1_em
 from atomrl.rewards.table import POOLED, REWARDS
 from atomrl.rewards.units import clock_time, split_base, split_unit
 from atomrl.rewards.verifiable import gsm8k
-from atomrl.tracking.doctor.hacks import repeated_unit
+from atomrl.tracking.doctor.quotes import repeated_unit
 from atomrl.tracking.reading import comparison
 from atomrl.tracking.run_directory import rollout_rows
 from atomrl.trainer.evaluate import figures, judged

@@ -18,7 +18,7 @@ from atomrl.common.metrics import values
 from atomrl.common.workers import WorkerProcess
 from atomrl.config import ConfigError, RunConfig
 from atomrl.trainer.build import given_to_rank
-from atomrl.weight_sync.channels import LOOPBACK, open_store
+from atomrl.weight_sync.broadcast import LOOPBACK, open_store
 from benchmarks.rank_faults import Outcome, distance, prepare
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch, weights_of

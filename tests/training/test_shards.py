@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM
 
-from atomrl.backends.checkpoints import ShardReader, read_whole
 from atomrl.backends.local import LocalBackend
+from atomrl.backends.shards import ShardReader, read_whole
 from atomrl.config import ConfigError, CriticConfig, LoraConfig
 from atomrl.tracking.checkpoints import step_folders, writing_checkpoint
 from tests.training.batches import weights_of

@@ -18,7 +18,7 @@ from atomrl.tools.ui.rollouts import BadQuestion, before_after, glimpse, page
 from atomrl.tracking.doctor import RULES
 from atomrl.tracking.reading import Run
 from atomrl.tracking.reading.rollouts import RolloutIndex
-from atomrl.tracking.reading.run import FIRST_STEP_S, SILENCE_S, WRITTEN, silence
+from atomrl.tracking.reading.state import FIRST_STEP_S, SILENCE_S, WRITTEN, silence
 from tests.ui.made import log_evaluation, log_step, make_run
 
 
