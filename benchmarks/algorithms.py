@@ -149,7 +149,7 @@ def one_run(tree: dict[str, Any], budget: int, result_file: Path) -> None:
     """Evaluate, train, evaluate; in a process of its own."""
     from transformers import AutoModelForCausalLM
 
-    from atomrl.tracking.reading import comparison as curves
+    from atomrl.tracking.reading import plots as curves
     from atomrl.tracking.reading.lines import read_metrics
     from atomrl.trainer import prepare_run
     from atomrl.trainer.build import ENGINES

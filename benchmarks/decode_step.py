@@ -69,13 +69,13 @@ the host and no look at a value."""
 
 @contextmanager
 def triton_ops() -> Iterator[types.ModuleType]:
-    """`atomrl.engines.native.triton_kernels`, also without Triton: kernels are then names that can be launched."""
+    """`atomrl.engines.native.triton_ops`, also without Triton: kernels are then names that can be launched."""
     try:
         import triton  # noqa: F401
     except ImportError:
         pass
     else:
-        from atomrl.engines.native import triton_kernels as module
+        from atomrl.engines.native import triton_ops as module
 
         yield module
         return
@@ -98,12 +98,12 @@ def triton_ops() -> Iterator[types.ModuleType]:
     added = {"triton": fake, "triton.language": language}
     sys.modules.update(added)
     try:
-        import atomrl.engines.native.triton_kernels as module
+        import atomrl.engines.native.triton_ops as module
     finally:
         for name in (
             *added,
             "atomrl.engines.native.triton_kernels",
-            "atomrl.engines.native.triton_kernels",
+            "atomrl.engines.native.triton_ops",
         ):
             sys.modules.pop(name, None)
     yield module

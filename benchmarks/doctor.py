@@ -30,9 +30,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import habits
-from atomrl.engines.native.engine import NativeEngine
 
 from atomrl.config import load_config, merge_trees, parse_overrides, read_yaml
+from atomrl.engines.native.engine import NativeEngine
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import save_model
 from atomrl.models.tokenizer import make_tokenizer

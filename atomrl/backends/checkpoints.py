@@ -1,7 +1,7 @@
-"""Checkpoints of several ranks, by PyTorch's distributed checkpoint (DCP).
+"""Checkpoints of several ranks, written in the background by PyTorch's distributed checkpoint (DCP).
 
-Each rank writes its shards, in the background, and any number of ranks can load them. The files are safetensors whose
-headers have each shard's offsets, so nothing is unpickled.
+Each rank copies its share, and a thread writes the copies during the next step. The files are safetensors whose headers
+have each shard's offsets, so nothing is unpickled.
 """
 
 import copy

@@ -17,7 +17,7 @@ from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
 from atomrl.backends.group import START_S, STOPPED_S, RankFailed, RankLost, Ranks
-from atomrl.backends.rank_worker import _follow, _reach
+from atomrl.backends.rank_worker import follow, reach_store
 from atomrl.backends.ranks import POLL_S, rank_count, rank_device
 from atomrl.common.errors import reraise_as
 from atomrl.common.launchers import launched
@@ -69,7 +69,7 @@ def _launcher_store(rank: int) -> Any:
         return next(rendezvous("env://", timeout=timedelta(seconds=START_S)))[0]
     while rank:
         with suppress(OSError), socket.create_connection((host, int(port)), timeout=START_S):
-            return _reach(host, int(port))
+            return reach_store(host, int(port))
         if time.monotonic() > end:
             raise RankLost(f"rank 0 does not answer at {host}:{port} (MASTER_ADDR, MASTER_PORT) after {PREPARE_S:g} s")
         time.sleep(POLL_S)
@@ -122,4 +122,4 @@ def follow_launcher(settings: RankedConfig, device: str, given: Mapping[str, Any
     rank_count(settings, device)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 finishes its step and then closes this rank
-    _follow(join_launched(device, settings.timeout_s, given))
+    follow(join_launched(device, settings.timeout_s, given))

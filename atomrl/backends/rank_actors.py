@@ -18,7 +18,7 @@ from torch import Tensor
 from atomrl.backends.distributed import DistributedBackend
 from atomrl.backends.group import START_S, RankLost, Ranks
 from atomrl.backends.rank_group import RankGroup
-from atomrl.backends.rank_worker import _follow, _reach
+from atomrl.backends.rank_worker import follow, reach_store
 from atomrl.backends.ranks import Build, rank_device
 from atomrl.backends.roles import RoleName
 from atomrl.batches import RowBatch, TrainingBatch
@@ -186,7 +186,7 @@ def _rank_in_actor(
     host: str, port: int, world: int, device: str, timeout_s: float, build: Build, tokenizer: Any, rank: int
 ) -> BackendInActor | None:
     """Join the group of ranks in an actor: rank 0 returns its back end, the others follow it until it ends."""
-    store = _reach(host, port)
+    store = reach_store(host, port)
     store.set(f"machine/{rank}", identity(os.getpid())[0])
     machines = [store.get(f"machine/{other}") for other in range(world)]  # waits for all
     local = machines[:rank].count(machines[rank]), machines.count(machines[rank])
@@ -194,6 +194,6 @@ def _rank_in_actor(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     ranks = Ranks(store, rank, world, rank_device(device, local[0]), timeout_s, local)
     if rank:
-        _follow(ranks)
+        follow(ranks)
         return None
     return BackendInActor(lambda: DistributedBackend(RankGroup(lambda _: ranks, build, tokenizer)))

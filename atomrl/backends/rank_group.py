@@ -20,7 +20,7 @@ import torch
 from atomrl.backends.distributed import DistributedBackend
 from atomrl.backends.group import START_S, RankFailed, RankLost, Ranks
 from atomrl.backends.launcher import join_launched
-from atomrl.backends.rank_worker import _OwnRank
+from atomrl.backends.rank_worker import OwnRank
 from atomrl.backends.ranks import EXIT_S, POLL_S, REPORT_S, Build, rank_count, rank_device
 from atomrl.common.launchers import launched
 from atomrl.common.threads import fixed_threads
@@ -58,7 +58,7 @@ class RankGroup:
         try:
             self.ranks = join(self.processes)
             self.ranks.exited = self._exited
-            self.own = _OwnRank(self.ranks)
+            self.own = OwnRank(self.ranks)
             self.start("build", build)
             self.own.backend.tokenizer = tokenizer
         except BaseException:
@@ -172,7 +172,7 @@ def start_ranks(
         store, port = open_store(LOOPBACK, timedelta(seconds=START_S))
         shared = {"port": port, "world": count, "device": device, "timeout_s": settings.timeout_s, "threads": threads}
         for rank in range(1, count):
-            processes[rank] = WorkerProcess.start(__name__)
+            processes[rank] = WorkerProcess.start("atomrl.backends.rank_worker")
             processes[rank].connection.send_bytes(json.dumps(shared | {"rank": rank}).encode())
         end = time.monotonic() + START_S
         for rank, worker in processes.items():

@@ -21,25 +21,25 @@ from atomrl.common.workers import send_answer
 from atomrl.weight_sync.broadcast import LOOPBACK
 
 
-def serve(connection: Connection) -> None:
+def worker_main(connection: Connection) -> None:
     """Run as a rank that rank 0 started (entry point of `WorkerProcess`)."""
     settings: Mapping[str, Any] = json.loads(connection.recv_bytes())
     torch.set_num_threads(settings["threads"])
     send_answer(connection, {"ready": True})
     rank = settings["rank"]
     device = rank_device(settings["device"], rank)
-    _follow(Ranks(_reach(LOOPBACK, settings["port"]), rank, settings["world"], device, settings["timeout_s"]))
+    follow(Ranks(reach_store(LOOPBACK, settings["port"]), rank, settings["world"], device, settings["timeout_s"]))
 
 
-def _reach(host: str, port: int) -> TCPStore:
+def reach_store(host: str, port: int) -> TCPStore:
     """Connect to the store at which the ranks join their group."""
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=START_S))
 
 
-def _follow(ranks: Ranks) -> None:
+def follow(ranks: Ranks) -> None:
     """Execute the commands of rank 0, until it sends None."""
     logging.disable(logging.WARNING)  # rank 0 logs the same
-    own = _OwnRank(ranks)
+    own = OwnRank(ranks)
     # A rank that waits for a command, which a frozen rank should forward, does not notice that rank 0 has ended.
     ranks.abandoned = lambda: os._exit(1)
     try:
@@ -59,7 +59,7 @@ def _follow(ranks: Ranks) -> None:
         os._exit(1)  # so that the other ranks' collective operations fail at once
 
 
-class _OwnRank:
+class OwnRank:
     """The back end of one rank; the first command builds it."""
 
     backend: Any = None

@@ -1,4 +1,4 @@
-"""Training state in shards: weights, moments, random states and counts."""
+"""Training state in shards: weights, moments, random states and counts. Any number of ranks can load them."""
 
 import warnings
 from collections.abc import Mapping

@@ -1,6 +1,4 @@
-"""Commands that train: `train` starts a run of any kind, `tune` searches for better values of config keys, `pool`
-samples rollouts that a run trains on.
-"""
+"""`atomrl train` starts a run of any kind."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A Ray cluster for one run: start or join it, place actors, call them, and detect that Ray itself hangs.
-
-The sections after `RayCluster` are the code inside each actor's process (`Hosted`) and the watch over Ray's own
-processes (`Watch`).
-"""
+"""A Ray cluster for one run: start or join it, place actors, call them, and detect that Ray itself hangs."""
 
 from __future__ import annotations
 

@@ -9,12 +9,13 @@ from typing import Any, cast
 from atomrl.common.errors import reraise_as
 from atomrl.data.columns import message_weight
 from atomrl.data.files import DataError
-from atomrl.data.problems import TOOLS
 from atomrl.types import Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 PromptContent = str | tuple[Message, ...]
 """Plain text, or chat messages."""
+COMPLETIONS, TOOLS = "completions", "tools"
+"""Columns: the completions of a demonstration or a preference; the JSON schemas of a row's tools, if any."""
 
 
 def check_prompt(prompt: Any) -> PromptContent:

@@ -18,7 +18,7 @@ from atomrl.common.errors import did_you_mean, reraise_as
 from atomrl.data.columns import IMAGES, check_used, images_of, with_places, with_system
 from atomrl.data.files import DataError, DataNotHere, RawRow, error_list, read_rows
 from atomrl.data.hub import find_hub_source, hub_rows
-from atomrl.data.messages import PromptContent, check_prompt, check_tools
+from atomrl.data.messages import TOOLS, PromptContent, check_prompt, check_tools
 from atomrl.data.stored import StoredProblems
 from atomrl.data.tasks import GENERATORS, Draw, find_completions, generate, is_generator
 from atomrl.types import Problem
@@ -42,8 +42,6 @@ Scored = tuple[tuple[PromptContent, float], ...]
 """(completion, score) pairs. A demonstration: one, with score 0. A pair: the chosen one first. With a label: one, with
 score 1 if good, -1 if bad. A demonstration may be messages, of which the first and the last are the assistant's, with
 those of an environment between them; other keys of a message (calls, thoughts) stay."""
-COMPLETIONS, TOOLS = "completions", "tools"
-"""Columns: the completions of a demonstration or a preference; the JSON schemas of a row's tools, if any."""
 Convert = Callable[[str, Mapping[str, Any]], Problem]
 """(place, row) -> problem; raises DataError, without the place, if the row is invalid."""
 USUAL = {

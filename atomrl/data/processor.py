@@ -15,8 +15,8 @@ from atomrl.common.chat_template import FOREIGN_MARK, NO_TEMPLATE, check_kwargs,
 from atomrl.common.errors import reraise_as
 from atomrl.data.columns import PLACE, TEMPLATE_KWARGS, count_places
 from atomrl.data.files import DataError
-from atomrl.data.messages import check_tools
-from atomrl.data.problems import AT_ONCE, COMPLETIONS, PROGRESS_S, TOOLS
+from atomrl.data.messages import COMPLETIONS, TOOLS, check_tools
+from atomrl.data.problems import AT_ONCE, PROGRESS_S
 from atomrl.data.stored import StoredProblems
 from atomrl.types import Image, Message, Problem, Prompt
 

@@ -1,7 +1,6 @@
 """`ServerEngine`: the common part of engines behind an HTTP server (vLLM, SGLang).
 
-A subclass says how to start its server and which endpoints to call: the abstract methods. The module also has the
-functions that write weights as files.
+A subclass says how to start its server and which endpoints to call: the abstract methods.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Causal attention with rotary positions and grouped queries, over padded rows and over packed streams.
 
-A `Stream` is a micro-batch packed for the forward pass: rows lie end to end without padding, and a prompt that several
-rows share is computed once. `make_stream` lays it out on the CPU; `attend` is its attention. `Share` splits a stream
-over ranks (sequence parallelism).
+`stream.make_stream` lays a packed micro-batch out on the CPU; `attend` is its attention.
 """
 
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from atomrl.models import kernels as cpp
+from atomrl.models import kernel_library as cpp
 
 NAMES_GROUPS = TorchVersion(torch.__version__) >= "2.12"
 """True if `varlen_attn` has the parameter for grouped queries. In torch 2.11 it does not; its FlashAttention supports

@@ -1,4 +1,4 @@
-"""The architectures that `GPT` and the native engine support: one spec with switches, read from a transformers config."""
+"""Architectures that `GPT` and the native engine support: one spec with switches, read from a transformers config."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass

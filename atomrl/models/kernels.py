@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atomrl.models.kernel_library import call, usable
+from atomrl.models import kernel_library as cpp
 from atomrl.models.kernel_switches import apply, are_plain, rounded, stacked
 
 _NORM_PARTS = 32
@@ -75,11 +75,11 @@ class RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.fast = usable(x)
+        ctx.fast = cpp.usable(x)
         if ctx.fast:
             x, scale = x.contiguous(), x.new_empty(x.shape[:-1], dtype=torch.float32)
             normed = torch.empty_like(x)
-            call("norm_forward", x, weight, normed, scale, scale.numel(), x.shape[-1], eps)
+            cpp.call("norm_forward", x, weight, normed, scale, scale.numel(), x.shape[-1], eps)
         else:
             wide = torch.promote_types(x.dtype, torch.float32)
             norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
@@ -94,7 +94,7 @@ class RMSNormFunction(torch.autograd.Function):
         if ctx.fast:
             grad_x, parts = torch.empty_like(x), scale.new_zeros(_NORM_PARTS, x.shape[-1])
             sizes = scale.numel(), x.shape[-1], _NORM_PARTS
-            call("norm_backward", x, weight, scale, grad.contiguous(), grad_x, parts, *sizes)
+            cpp.call("norm_backward", x, weight, scale, grad.contiguous(), grad_x, parts, *sizes)
             return grad_x, parts.sum(0).to(weight.dtype), None
         normed = x * scale
         along = grad * normed
@@ -110,12 +110,12 @@ class SwiGLUFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, both: Tensor) -> Tensor:
         ctx.save_for_backward(both)
-        ctx.fast = usable(both) and both.is_contiguous()
+        ctx.fast = cpp.usable(both) and both.is_contiguous()
         gate, up = both.chunk(2, dim=-1)
         if not ctx.fast:
             return F.silu(gate).mul_(up)
         out = both.new_empty(gate.shape)
-        call("swiglu_forward", both, out, out.numel() // out.shape[-1], out.shape[-1])
+        cpp.call("swiglu_forward", both, out, out.numel() // out.shape[-1], out.shape[-1])
         return out
 
     @staticmethod
@@ -123,7 +123,7 @@ class SwiGLUFunction(torch.autograd.Function):
         (both,) = ctx.saved_tensors
         result = torch.empty_like(both)
         if ctx.fast:
-            call("swiglu_backward", both, grad.contiguous(), result, grad.numel() // grad.shape[-1], grad.shape[-1])
+            cpp.call("swiglu_backward", both, grad.contiguous(), result, grad.numel() // grad.shape[-1], grad.shape[-1])
             return result
         gate, up = both.chunk(2, dim=-1)
         grad_gate, grad_up = result.chunk(2, dim=-1)

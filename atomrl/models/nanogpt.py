@@ -1,4 +1,4 @@
-"""Import a nanoGPT checkpoint (github.com/karpathy/nanoGPT) as a Hugging Face GPT-2. Nothing in the file is executed."""
+"""Import a nanoGPT checkpoint (github.com/karpathy/nanoGPT) as a Hugging Face GPT-2. No code of the file is executed."""
 
 import pickle
 from collections.abc import Mapping

@@ -12,13 +12,13 @@ Rounded = tuple[nn.Parameter, tuple[int, ...], tuple[int, ...], int]
 """A saved view of a rounded weight: its float32 master, and size, strides and offset of the view."""
 
 
-def _stays_float32(inner: Any, name: str) -> bool:
+def stays_float32(inner: Any, name: str) -> bool:
     """Return True if transformers keeps a weight in float32 in any dtype."""
     strict: set[str] = getattr(inner, "_keep_in_fp32_modules_strict", None) or set()
     return bool(strict & set(name.split(".")))
 
 
-class _Rounding:
+class Rounding:
     """Makes a model with float32 weights compute exactly like one loaded in `dtype`.
 
     While a layer runs, its weights are replaced by rounded ones. With autocast, residual stream and norms would be
@@ -33,7 +33,7 @@ class _Rounding:
         self.dtype = dtype
         self.masters: dict[int, nn.Parameter] = {}
         """Float32 weights by the address of the rounded weight, while that exists."""
-        unrounded = {name for name, _ in inner.named_parameters() if _stays_float32(inner, name)}
+        unrounded = {name for name, _ in inner.named_parameters() if stays_float32(inner, name)}
         names = {id(module): name for name, module in inner.named_modules()}
         head = inner.get_output_embeddings()  # only `check` runs it, in float32
         head.register_forward_pre_hook(lambda module, inputs: (inputs[0].to(module.weight.dtype),))

@@ -11,7 +11,7 @@ from atomrl.atoms.logprobs import head_logits
 from atomrl.common.errors import reraise_as
 from atomrl.config import ConfigError
 from atomrl.models.kernel_switches import are_plain
-from atomrl.models.rounding import _Rounding, _stays_float32
+from atomrl.models.rounding import Rounding, stays_float32
 from atomrl.models.shapes import text_config
 from atomrl.models.stream import Stream, packs_rows
 from atomrl.models.transformers_stream import Layout, let_stream, longest_row, small_stream, streaming
@@ -49,7 +49,7 @@ class HFModel(nn.Module):
         self.config = inner.config
         self.generation_config = inner.generation_config
         self.compute_dtype = compute_dtype
-        self._rounding = None if compute_dtype is None else _Rounding(inner, compute_dtype)
+        self._rounding = None if compute_dtype is None else Rounding(inner, compute_dtype)
         self.pack_rows: bool | None = None
         """The config key `model.pack_rows`."""
         self.sharing: Any = None
@@ -218,6 +218,6 @@ def switch_dropout_off(inner: nn.Module) -> None:
 def rounded_to(inner: Any, dtype: torch.dtype) -> Any:
     """Round the weights of a float32 model in place, as if transformers had loaded it in `dtype`."""
     for name, weight in inner.named_parameters():
-        weight.data = weight.data.to(torch.float32 if _stays_float32(inner, name) else dtype)
+        weight.data = weight.data.to(torch.float32 if stays_float32(inner, name) else dtype)
     inner.config.dtype = dtype
     return inner

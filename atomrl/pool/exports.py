@@ -1,4 +1,4 @@
-"""Export to JSONL and Parquet, and import."""
+"""Export a rollout pool to JSONL and Parquet, and import it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schema and queries."""
+"""Schema and queries of a rollout pool's SQLite file."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ MAX_CHUNK = 16
 """Calls that are sent to a worker in one message."""
 
 
-def serve(connection: Connection) -> None:
+def worker_main(connection: Connection) -> None:
     """Main loop of a worker.
 
     For each request (name, args, payloads) it answers `["unusable", reason]` if the reward cannot be loaded, and
@@ -243,7 +243,7 @@ class _Dispatcher(WorkerPool[_RewardWorker]):
         worker.loading, worker.deadline = True, self.clock + limit
 
     def _handle(self, worker: _RewardWorker, message: Any) -> None:
-        """Handle a message of `serve`, or None for the end of the worker."""
+        """Handle a message of `worker_main`, or None for the end of the worker."""
         if message is None:
             self._replace(worker, "crash", PROCESS_ENDED)
             return

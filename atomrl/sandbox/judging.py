@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from atomrl.sandbox import inside
 from atomrl.sandbox.box import Box, Limits, Sandbox, become_subreaper, readable, start
-from atomrl.sandbox.running import SandboxError, _exceeded_cpu, check, ending
+from atomrl.sandbox.running import SandboxError, exceeded_cpu, check, ending
 
 _MAX_VERDICTS_BYTES = 1 << 20
 
@@ -135,6 +135,6 @@ def _require_ran(*boxes: Box) -> None:
 def _without_verdict(tester: Box, seconds: float, limits: Limits) -> Verdict:
     """Return the verdict on a test that gave none: its process ended, or a limit of time was reached."""
     code = tester.exit_code() if tester.process.poll() is not None else None
-    if code is None or _exceeded_cpu(code, seconds, limits):
+    if code is None or exceeded_cpu(code, seconds, limits):
         return Verdict("timeout", f"it did not end within {limits.wall_s:g} s")
     return Verdict("failed", f"the process of the test {ending(code)}")

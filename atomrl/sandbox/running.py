@@ -1,4 +1,4 @@
-"""Run programs in the sandbox: `run` one and collect its output, `judge` a solution by tests, `python` as a tool."""
+"""Run programs in the sandbox: `run` one and collect its output, `python` as a tool that models call."""
 
 from __future__ import annotations
 
@@ -123,12 +123,12 @@ def collect(box: Box, limits: Limits) -> Result:
     if ended == "exit" and code is None:
         raise SandboxError(f"bubblewrap could not run a program: {stderr.strip()[-500:]}")
     seconds = time.monotonic() - began
-    if _exceeded_cpu(code, seconds, limits):
+    if exceeded_cpu(code, seconds, limits):
         ended = "timeout"
     return Result(stdout=stdout, stderr=stderr, code=code, ended=ended, seconds=seconds)
 
 
-def _exceeded_cpu(code: int | None, seconds: float, limits: Limits) -> bool:
+def exceeded_cpu(code: int | None, seconds: float, limits: Limits) -> bool:
     """Return True if an exit code is that of the limit of CPU time: SIGXCPU, or SIGKILL a second later. An earlier
     SIGKILL has another cause, such as a lack of memory, or the program itself."""
     return code == _CPU_TIME_OVER or (code == _KILLED and seconds >= limits.cpu_s)

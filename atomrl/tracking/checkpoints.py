@@ -1,4 +1,4 @@
-"""Atomic checkpoint folders."""
+"""Atomic checkpoint folders: written aside, hashed into a manifest, renamed last."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""The log of a run."""
+"""`RunLog` writes the log of a run."""
 
 from __future__ import annotations
 

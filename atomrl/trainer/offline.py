@@ -18,7 +18,8 @@ from atomrl.config import ConfigError, PreferenceConfig, RunConfig, SftConfig
 from atomrl.data.curriculum import PromptStream
 from atomrl.data.files import DataError
 from atomrl.data.given import demonstration_reader, preference_reader
-from atomrl.data.problems import COMPLETIONS, LoadReport, load_problems
+from atomrl.data.messages import COMPLETIONS
+from atomrl.data.problems import LoadReport, load_problems
 from atomrl.data.processor import DataProcessor, read_system_prompt
 from atomrl.data.tasks import task_words
 from atomrl.data.tokenized import TokenizedSamples

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 def run_to_end(
     run: PreparedRun,
     prepare: Callable[[], PreparedRun],
-    options: Options = Options(),
+    options: Options = Options(),  # noqa: B008 (it is frozen)
 ) -> dict[str, Any]:
     """Execute a run; restart it from the newest checkpoint if a rank dies, hangs or runs out of memory.
 

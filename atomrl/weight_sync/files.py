@@ -1,4 +1,4 @@
-"""Files: for any engine, on any machine that shares the folder."""
+"""Weight updates as files, for any engine on any machine that shares the folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared memory: Ray's object store."""
+"""Weight updates in shared memory: Ray's object store."""
 
 from __future__ import annotations
 

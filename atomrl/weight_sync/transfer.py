@@ -1,7 +1,4 @@
-"""Transfer weights from the trainer to an engine: validate names and shapes first, compare hashes afterwards.
-
-`InProcessTransfer` does both. The second half of the file is the hash, `tensor_hash`.
-"""
+"""Transfer weights from the trainer to an engine: validate names and shapes first, compare hashes afterwards."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from atomrl.algorithms import objective_of
 from atomrl.cluster.placement import Node, places, wanted
 from atomrl.cluster.ray_cluster import planned
 from atomrl.config import load_config
-from atomrl.trainer import cluster as module
+from atomrl.trainer import cluster_report as module
 from atomrl.trainer.cluster_report import describe_devices
 from atomrl.trainer.memory import memory_estimate
 from tests.tiny import make_tiny_model

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from atomrl.data.tasks import search as places
 from atomrl.data.files import DataError
 from atomrl.data.tasks import generate, row_split
+from atomrl.data.tasks import search as places
 from atomrl.data.tokenized import TokenizedSamples
 
 

@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 import yaml
-from atomrl.engines.native.engine import NativeEngine
 
 from atomrl.backends.local import LocalBackend
 from atomrl.common import hangs as module
@@ -15,6 +14,7 @@ from atomrl.common.hangs import HUNG, HangWatch, phase, progress
 from atomrl.config import ModelConfig, TrainConfig, load_config
 from atomrl.engines.generation import requests_of
 from atomrl.engines.hf import HFEngine
+from atomrl.engines.native.engine import NativeEngine
 from atomrl.engines.requests import EngineOptions
 from atomrl.models.loading import load_tokenizer
 from atomrl.trainer.hang_watch import hang_watch

@@ -10,10 +10,10 @@ from collections import Counter
 
 import pytest
 import yaml
-from atomrl.engines.native.engine import NativeEngine
 
 from atomrl.backends.local import LocalBackend
 from atomrl.cli.main import main
+from atomrl.engines.native.engine import NativeEngine
 from atomrl.tracking.reading.lines import read_metrics
 from atomrl.tracking.recorder import Recorder
 from atomrl.trainer import rl

@@ -244,7 +244,7 @@ def test_without_locks_a_run_counts_as_running_until_it_is_silent(tmp_path, monk
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / ".lock").write_text(f"process {os.getpid()} on {os.uname().nodename}\n")
     assert load_run(tmp_path).state.status == "failed"
-    monkeypatch.setattr("atomrl.tracking.reading.run.LOCKS_ANSWER", False)
+    monkeypatch.setattr("atomrl.tracking.reading.state.LOCKS_ANSWER", False)
     assert load_run(tmp_path).state.status == "running"
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from atomrl.engines.native import cpu_kernels as kernel_module
 from atomrl.engines.native.cpu_kernels import load_kernels
-from atomrl.engines.native import decoder as kernel_module
 from atomrl.models.kernel_library import build
 
 

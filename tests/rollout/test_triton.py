@@ -28,7 +28,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu" and Version(np.__version__) >= Version("2.4"):
     pytest.skip("the interpreter of Triton 3.6 needs numpy < 2.4", allow_module_level=True)
 
-from atomrl.engines.native import triton_kernels as triton_ops  # noqa: E402
+from atomrl.engines.native import triton_ops  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")  # the interpreter's
 

@@ -17,8 +17,8 @@ PARSES_BY_EVAL = {"sympify", "parse_expr", "parse_latex", "literal_eval_unsafe"}
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 SERVES = {"socketserver", "http.server", "xmlrpc", "wsgiref", "flask", "fastapi", "uvicorn", "multiprocessing.managers"}
 MAY_LISTEN = {  # on 127.0.0.1, or between the machines of a cluster that a config names
-    "atomrl/weight_sync/channels.py",
-    "atomrl/engines/http.py",
+    "atomrl/weight_sync/broadcast.py",
+    "atomrl/engines/server_process.py",
     "atomrl/environments/retrieval/server.py",
     "atomrl/tools/ui/server.py",
 }

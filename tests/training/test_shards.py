@@ -156,7 +156,7 @@ def test_a_write_error_of_any_rank_ends_the_save(tmp_path, monkeypatch, kind):
 
     with one_rank() as ranks:
         backend, _ = with_ranks(CASES["transformers"], make_models(tmp_path), ranks)
-        monkeypatch.setattr("atomrl.backends.checkpoints.save", fail)
+        monkeypatch.setattr("atomrl.backends.shards.save", fail)
         if kind == "another rank":
             monkeypatch.setattr(ranks, "union", lambda names: [*names, "rank 1: OSError: no space"])
         with (

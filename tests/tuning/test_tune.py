@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from atomrl.cli import training
+from atomrl.cli import tune as command
 from atomrl.config import ConfigError, load_config
 from atomrl.tools import tuning
 from atomrl.tools.search_space import read_space, with_values
@@ -186,7 +186,7 @@ def test_a_metric_that_there_is_not_ends_a_study_in_its_first_steps(place):
     ],
 )
 def test_the_default_metric_of_a_study(changes, metric):
-    assert training.default_metric(load_config({**CONFIG, **changes}).kind) == metric
+    assert command.default_metric(load_config({**CONFIG, **changes}).kind) == metric
 
 
 def test_bad_trials_end_at_half(place, monkeypatch):
@@ -421,7 +421,7 @@ def test_sigterm_ends_a_study_as_ctrl_c_does(monkeypatch):
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         with pytest.raises(KeyboardInterrupt):
-            training.tune(argparse.Namespace(config="c.yaml", overrides=[], runs=0, seeds=0, window=0))
+            command.tune(argparse.Namespace(config="c.yaml", overrides=[], runs=0, seeds=0, window=0))
     finally:
         signal.signal(signal.SIGTERM, before)
 

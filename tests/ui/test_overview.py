@@ -114,7 +114,7 @@ def test_rewards_that_are_not_right_or_wrong_are_called_reward(run):
 
 def test_a_run_that_hangs_is_distinguished(run, monkeypatch):
     monkeypatch.setattr(catalog, "is_locked", lambda _: True)
-    monkeypatch.setattr("atomrl.tracking.reading.run.is_locked", lambda _: True)
+    monkeypatch.setattr("atomrl.tracking.reading.state.is_locked", lambda _: True)
     entry = Catalog(run.parent).entry(catalog.id_of("run"))
     of = Catalog(run.parent).card
     before, lively = entry.current_stamp(), of(entry)

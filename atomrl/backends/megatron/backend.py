@@ -1,7 +1,7 @@
 """The Megatron back end (NVIDIA's megatron-core): tensor, pipeline and expert parallelism.
 
-`megatron_model.Stage` is the model of a rank, `megatron_layout` converts weights from and to Hugging Face layout, and
-`megatron_optimizer` has the distributed optimizer.
+`model.Stage` is the model of a rank, `layout` converts weights from and to Hugging Face layout, and
+`optimizer` has the distributed optimizer.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Load balance of experts."""
+"""Balance the load of experts: the number of tokens that each one gets."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

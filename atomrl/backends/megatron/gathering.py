@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atomrl.backends.group import Ranks
-from atomrl.backends.megatron.gathering import is_expert
 from atomrl.backends.megatron.layout import Key, cut, join_parts, published_names
 from atomrl.backends.megatron.model import Stage
 from atomrl.backends.shards import ShardReader, read_whole

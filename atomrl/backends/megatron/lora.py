@@ -1,6 +1,4 @@
-"""Low-rank adapters on Megatron's layers.
-
-W + scale B A, with only A and B trained.
+"""Low-rank adapters on Megatron's layers: W + scale B A, with only A and B trained.
 
 Megatron fuses several matrices in one layer; each has its own adapter, as in peft. Of a column-parallel layer, B is
 sharded along its rows and A is replicated; of a row-parallel one, A is sharded along its columns and B is replicated.

@@ -1,7 +1,4 @@
-"""The model of a Megatron rank: one pipeline stage of a decoder, its tensor-parallel part.
-
-Also the number of tokens per expert, low-rank adapters on Megatron's layers, and a way to run Megatron on CPUs.
-"""
+"""The model of a Megatron rank: one pipeline stage of a decoder, its tensor-parallel part."""
 
 from collections.abc import Collection, Mapping
 from functools import partial

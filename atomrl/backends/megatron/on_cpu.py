@@ -1,6 +1,4 @@
-"""Megatron on a CPU, for tests and small runs.
-
-Nothing here is used on GPUs.
+"""Megatron on a CPU, for tests and small runs. Nothing here is used on GPUs.
 
 Megatron allocates buffers on `cuda` or on `torch.cuda.current_device()`, calls `torch.cuda.synchronize()`, uses CUDA
 streams for mixtures of experts, and compares dtypes by type name (`torch.cuda.FloatTensor`). All of this fails

@@ -1,10 +1,10 @@
-"""KV caches of `NativeEngine`, with prefill and decode attention over them.
+"""What the KV caches of `NativeEngine` have in common: the rows of a decode step, and the attention of prompts.
 
 | class | layout | used |
 |---|---|---|
-| `KVCache` | completions in slots, prompts in groups, each as long as the longest | CPU, pure PyTorch; the reference |
-| `KernelKVCache` | the same, with keys in blocks for the C++ kernel | CPU |
-| `PagedKVCache` | pages of 32 tokens | GPU (`atomrl.engines.native.paged`) |
+| `slots.KVCache` | completions in slots, prompts in groups, each as long as the longest | CPU, pure PyTorch; the reference |
+| `slots.KernelKVCache` | the same, with keys in blocks for the C++ kernel | CPU |
+| `pages.PagedKVCache` | pages of 32 tokens | GPU |
 
 In all of them a prompt is stored once for its group.
 """

@@ -1,15 +1,19 @@
 """CUDA graphs."""
 
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from weakref import WeakSet
 
 import torch
 
-from atomrl.engines.native.paged import Capture, Run
 from atomrl.models.process_memory import is_out_of_memory
 
 log = logging.getLogger(__name__)
+
+Run = Callable[[], None]
+Capture = Callable[[Run], Run]
+"""Captures what a function launches and returns a function that replays it."""
 
 
 def padded(rows: int) -> int:

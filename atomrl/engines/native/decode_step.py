@@ -1,4 +1,13 @@
-"""A decode step over pages: its inputs, its operations, and their reference in PyTorch."""
+"""A decode step over KV-cache pages, which a CUDA graph can replay: its inputs, its operations, and their reference.
+
+A step launches ten kernels per layer: norm, q|k|v, rotation with the write into the pages, attention (parts of prompts
+and own tokens, then their sum), output, norm, gate|up, SwiGLU, down. Adapters add one product to each of the four
+projections. Nothing in it depends on the host: sizes are those of the padded batch, and per-row values are read from
+`StepRows`.
+
+Everything except matrix products is a `StepOps`: Triton kernels (`triton_ops.TritonOps`), or `PlainOps`, the reference
+in PyTorch and the fallback.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

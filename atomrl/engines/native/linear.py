@@ -1,4 +1,4 @@
-"""Weights of the decoder: fused matrices in the layout that the device multiplies fastest, with adapters beside them."""
+"""Weights of the decoder: fused matrices in the layout that the device multiplies fastest, and adapters beside them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise

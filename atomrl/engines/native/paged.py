@@ -1,37 +1,21 @@
-"""GPU decoding of `NativeEngine`: a decode step over KV-cache pages that a CUDA graph can replay.
+"""`PagedBatch`: `ContinuousBatch` on a GPU, with fixed device buffers over KV-cache pages.
 
-`PagedBatch` is `ContinuousBatch` with fixed device buffers, `DecodeStep` the forward pass over them, and `StepGraphs`
-captures and replays it, one graph per padded batch size.
-
-A step launches ten kernels per layer: norm, q|k|v, rotation with the write into the pages, attention (parts of prompts
-and own tokens, then their sum), output, norm, gate|up, SwiGLU, down. Adapters add one product to each of the four
-projections. Nothing in it depends on the host: sizes are those of the padded batch, and per-row values are read from
-`StepRows`.
-
-Everything except matrix products is a `StepOps`: Triton kernels (`atomrl.engines.native.triton_kernels`), or `PlainOps`, the
-reference in PyTorch and the fallback.
+`decode_step.DecodeStep` is the forward pass over them, and `cuda_graphs.StepGraphs` captures and replays it, one graph
+per padded batch size.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
 
 from atomrl.common.hangs import progress
 from atomrl.engines.native.batching import GROUP, LENGTH, LIMIT, SLOT, STOPPED, ContinuousBatch, PromptGroup
-from atomrl.engines.native.cuda_graphs import StepGraphs, padded
+from atomrl.engines.native.cuda_graphs import Capture, StepGraphs, padded
 from atomrl.engines.native.decode_step import DecodeStep, Drawing, StepOps, StepRows, least_splits, tiles_of
 from atomrl.engines.native.pages import PagedKVCache
 from atomrl.engines.requests import RequestState
-
-Run = Callable[[], None]
-Capture = Callable[[Run], Run]
-"""Captures what a function launches and returns a function that replays it."""
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The batch.
 
 
 class PagedBatch(ContinuousBatch):

@@ -1,7 +1,8 @@
 """The doctor detects common RL failures in a run's metrics; each rule has a page in docs/guides/troubleshooting/.
 
 `RULES` is the table of the rules: severity, remedy, and which finding explains which. `Doctor` applies them step by
-step, `diagnose` to a finished run. The rules are functions in `rules.py` (training) and `hacks.py` (rewards).
+step, `diagnose` to a finished run. The rules are functions in `rules.py` (training), `hacks.py`
+(rewards) and `environments.py`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

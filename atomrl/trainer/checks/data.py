@@ -7,7 +7,7 @@ from contextlib import closing
 from atomrl.common.errors import reraise_as
 from atomrl.config import ConfigError, RunConfig
 from atomrl.data.images import ImageStore
-from atomrl.data.problems import COMPLETIONS
+from atomrl.data.messages import COMPLETIONS
 from atomrl.data.tasks import is_generator
 from atomrl.models.loading import model_config_only
 from atomrl.models.vision import why_no_images
