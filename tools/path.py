@@ -90,7 +90,7 @@ PATH: Mapping[str, Sequence[str]] = {
         "objectives/advantage.py::Shaping.__call__",
         "objectives/advantage.py::GroupAdvantage.__call__",
         "atoms/advantages.py::group_zscore",
-        "trainer/loop.py::update_weights",
+        "trainer/loop.py::update_policy",
         "data/rows.py::to_training_batches",
         "objectives/policy.py::PolicyObjective.loss_weights",
         "objectives/policy_loss.py::LossAggChoice.__call__",

@@ -1,4 +1,4 @@
-"""Import a nanoGPT checkpoint (github.com/karpathy/nanoGPT) as a Hugging Face GPT-2. No code of the file is executed."""
+"""Import a nanoGPT checkpoint (github.com/karpathy/nanoGPT) as a Hugging Face GPT-2, without executing its code."""
 
 import pickle
 from collections.abc import Mapping

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from atomrl.sandbox import inside
 from atomrl.sandbox.box import Box, Limits, Sandbox, become_subreaper, readable, start
-from atomrl.sandbox.running import SandboxError, exceeded_cpu, check, ending
+from atomrl.sandbox.running import SandboxError, check, ending, exceeded_cpu
 
 _MAX_VERDICTS_BYTES = 1 << 20
 

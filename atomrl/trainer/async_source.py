@@ -21,7 +21,7 @@ from atomrl.protocols import Algorithm, RolloutEngine, WeightTransfer
 from atomrl.rewards.compute import Rewards
 from atomrl.trainer.report.stopwatch import Stopwatch
 from atomrl.trainer.sources import Groups, GroupSource, is_exhausted, with_baselines
-from atomrl.trainer.staleness import cut_short, open_limit, staleness, taken, too_old
+from atomrl.trainer.staleness import groups_to_truncate, open_limit, select_groups, staleness, too_old
 from atomrl.types import GenerationOutput, GenerationRequest, Prompt, SamplingParams, Trajectory
 
 log = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ class AsyncRolloutSource(GroupSource):
             self._start()
             self._wait(lambda: len(self._ready()) >= groups or self._gives_up(groups))
             self._wanted = 0
-            chosen = taken(self._ready(), groups)
+            chosen = select_groups(self._ready(), groups)
             accepted = [group.scored or [] for group in chosen]
             for group, scored in zip(chosen, accepted, strict=True):
                 del self._open[group.position]
@@ -377,7 +377,7 @@ class AsyncRolloutSource(GroupSource):
             self._begin_rewards(group)
 
     def _cut_groups(self) -> None:
-        for group in cut_short(self._open.values(), self.settings, self._wanted):
+        for group in groups_to_truncate(self._open.values(), self.settings, self._wanted):
             self._abort(list(group.waiting))
             group.waiting.clear()
             self._cut += 1

@@ -177,6 +177,26 @@ def chosen_class(rollout: RolloutConfig) -> type[RequestEngine]:
     return ENGINES[name]
 
 
+def why_no_pictures(engine: type[RequestEngine], config: RunConfig) -> str | None:
+    """Return why an engine cannot take the pictures of a run, beginning with the config key; None if it can."""
+    key = f"rollout.engine={config.rollout.engine}"
+    if not engine.supports_images:
+        others = " or ".join(name for name, kind in ENGINES.items() if kind.supports_images)
+        return f"{key}: {engine.__name__} does not take pictures, and the data have some: use rollout.engine={others}"
+    if engine.package and config.cluster is not None:
+        return (
+            f"cluster: {engine.__name__} takes pictures in the trainer's process alone; use rollout.engine=hf, or "
+            "remove cluster"
+        )
+    if not config.rollout.server:
+        try:
+            engine.check_version(engine.images_version)
+        except ImportError as error:
+            return f"{key}, with pictures: {error}"
+    reason = engine.image_refusal(train_sampling(config))
+    return f"rollout.{reason}" if reason else None
+
+
 def engine_class(rollout: RolloutConfig, path: str, model: ModelConfig) -> tuple[type[RequestEngine], str | None]:
     """Return the engine class for a model: `chosen_class`, or `HFEngine` with the reason if that does not support it.
 

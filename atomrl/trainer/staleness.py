@@ -77,7 +77,7 @@ def open_limit(settings: AsynchronousConfig, groups: int, wanted: int, steps_lef
     return math.ceil(settings.oversampling * (wanted + min(settings.max_staleness, steps_left) * groups))
 
 
-def taken(ready: Iterable[G], groups: int) -> list[G]:
+def select_groups(ready: Iterable[G], groups: int) -> list[G]:
     """Select the groups to train on from those with rewards: the oldest, in the order of the stream."""
     oldest = sorted(ready, key=lambda group: (group.oldest, group.position))[:groups]
     return sorted(oldest, key=lambda group: group.position)
@@ -88,7 +88,7 @@ def too_old(opened: Iterable[G], settings: AsynchronousConfig, version: int) -> 
     return [group for group in opened if group.oldest < version - settings.max_staleness]
 
 
-def cut_short(opened: Iterable[G], settings: AsynchronousConfig, wanted: int) -> list[G]:
+def groups_to_truncate(opened: Iterable[G], settings: AsynchronousConfig, wanted: int) -> list[G]:
     """Return groups to train on without their last completions, if the trainer waits for more groups than are complete.
 
     Of the groups with `min_completions`, those that lack the fewest.

@@ -2,7 +2,7 @@
 
 | class | layout | used |
 |---|---|---|
-| `slots.KVCache` | completions in slots, prompts in groups, each as long as the longest | CPU, pure PyTorch; the reference |
+| `slots.KVCache` | completions in slots, prompts in groups, each as long as the longest | CPU; the reference |
 | `slots.KernelKVCache` | the same, with keys in blocks for the C++ kernel | CPU |
 | `pages.PagedKVCache` | pages of 32 tokens | GPU |
 
