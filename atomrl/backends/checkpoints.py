@@ -28,10 +28,6 @@ PART_BYTES = 2 * 10**9
 Job = Callable[[], None]
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Writing in the background: each rank copies its share, and a thread writes the copies during the next step.
-
-
 class BackgroundWriter:
     """Runs jobs one after the other on a thread."""
 

@@ -21,10 +21,6 @@ Tables = tuple[Tensor, Tensor]
 """Cosine and sine, [positions, D/2] float32."""
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Attention.
-
-
 @dataclass(frozen=True, eq=False)
 class Block:
     """Consecutive tokens of a stream: R sequences of at most C tokens, end to end."""

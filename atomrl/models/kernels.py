@@ -13,10 +13,6 @@ _NORM_PARTS = 32
 """Partial sums of a norm's weight gradient: a fixed number, so that results do not depend on the number of threads."""
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The kernels.
-
-
 class FusedLinear(torch.autograd.Function):
     """Several linear layers as one product, with weights rounded to the dtype of x.
 

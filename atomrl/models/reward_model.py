@@ -21,10 +21,6 @@ from atomrl.types import Message, Problem, Trajectory
 log = logging.getLogger(__name__)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# A reward model as a reward.
-
-
 _REMEDY = "add one to that folder as chat_template.jinja, or give the prompt as text"
 
 

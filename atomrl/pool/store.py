@@ -45,10 +45,6 @@ _POLL_S = 0.002
 """Interval in which a process tries to get the pool's lock."""
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The pool.
-
-
 @dataclass(frozen=True)
 class Held:
     """A group that a reader has claimed."""

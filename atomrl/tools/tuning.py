@@ -39,10 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["Settings", "tune"]
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Running a study.
-
-
 BEST = 3
 """Number of trials that are repeated on fresh seeds."""
 FRESH_SEEDS = 1000

@@ -18,10 +18,6 @@ from atomrl.trainer.report.stopwatch import Stopwatch
 from atomrl.trainer.sources import Groups, RefillingSource
 from atomrl.types import Segment, Trajectory
 
-# --------------------------------------------------------------------------------------------------------------------
-# The source of groups.
-
-
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.01, 0.5
 """Seconds between two queries of a pool that has no groups for this step; doubled each time."""
 REPORTED = ("groups", "duplicates", "evicted", "expired", "stale", "returned")

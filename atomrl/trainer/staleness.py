@@ -56,7 +56,6 @@ class OpenGroup(Protocol):
 
 
 G = TypeVar("G", bound=OpenGroup)
-G = TypeVar("G", bound=OpenGroup)
 
 
 def open_limit(settings: AsynchronousConfig, groups: int, wanted: int, steps_left: int) -> int:

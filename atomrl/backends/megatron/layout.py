@@ -96,10 +96,6 @@ def published_names(name: str, layer: int | None, tied: bool) -> list[str]:
     return [f"model.layers.{layer}.{part}" for part in names]
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Shard weights and join them again.
-
-
 def cut(name: str, layer: int | None, read: Read, spec: DecoderSpec, rank: int, tensor: int) -> Tensor:
     """Return a tensor-parallel rank's part of a Megatron weight.
 

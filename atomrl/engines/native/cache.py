@@ -46,10 +46,6 @@ class DecodeBatch:
     member_count: int
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Prefill.
-
-
 def run_prompts(model: DecoderModel, rope: tuple[Tensor, Tensor], rows: Sequence[Sequence[int]], keep: Keep) -> Tensor:
     """Causal forward pass over token rows; `keep` receives each layer's keys and values, right-padded.
 

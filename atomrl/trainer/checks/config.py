@@ -31,10 +31,6 @@ from atomrl.trainer.cluster import cluster_roles
 log = logging.getLogger(__name__)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Config, models, optimizer and ranks.
-
-
 def check_secrets(config: RunConfig) -> None:
     """Check that the config has its secrets: a run's own `config.yaml` can be looked at, but not trained with. Register
     them, so that messages do not contain them (`without_secrets`).
