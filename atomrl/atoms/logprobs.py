@@ -22,6 +22,7 @@ from atomrl.atoms import atom
 from atomrl.atoms.masks import Mask, PerPosition, PerToken, Vocabulary
 from atomrl.common.devices import to_device
 
+log = logging.getLogger(__name__)
 CHUNK_ELEMENTS = 2**25
 """Logits per chunk on a CPU: 128 MB in float32."""
 CHUNK_ELEMENTS_ON_GPU = 2**26
@@ -90,9 +91,6 @@ def _products_of_bfloat16() -> Iterator[None]:
         yield
     finally:
         settings.fp32_precision = before
-
-
-log = logging.getLogger(__name__)
 
 
 @atom("log p(x) = z_x - log sum_v exp(z_v),   z = logits / temperature")

@@ -81,7 +81,7 @@ def failing_rewards():
 
 
 READERS = {
-    "tracking/doctor/hacks": [repeated_unit],
+    "tracking/doctor/quotes": [repeated_unit],
     "tracking/reading/comparison": [comparison.JUDGED_BY.match],
     "environments/adapters": [lambda text: actions_in(text, ("left", "right"))],
     "environments/builtin": [action_of, lambda text: first_block(text, ("python", "answer"))],
