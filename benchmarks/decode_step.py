@@ -184,7 +184,7 @@ def count_slots() -> int:
     """Operators of a step over slots in PyTorch at 28 layers, with the draw."""
     from atomrl.engines.generation import requests_of
     from atomrl.types import SamplingParams
-    from tests.engines import prompts_of
+    from tests.prompts import prompts_of
 
     with tempfile.TemporaryDirectory() as folder:
         engine = tiny_engine(Path(folder), num_hidden_layers=QWEN["layers"])

@@ -122,7 +122,7 @@ def serve(line: Connection, kind: Kind, folders: dict[str, str], dtype: str, thr
     from atomrl.trainer.build import build_engine
     from atomrl.types import SamplingParams
     from atomrl.weight_sync import InProcessTransfer
-    from tests.engines import prompts_of
+    from tests.prompts import prompts_of
 
     path = next(iter(folders.values()))
     tree: dict[str, Any] = {

@@ -37,7 +37,7 @@ FROZEN = ("rollout", "trainer", "reference", "reward", "raylet", "gcs_server")
 
 
 def config(folder: Path, timeout_s: float) -> dict[str, Any]:
-    reward = {"function": "tests.faults.rewards.letter_share", "args": {"seconds": 0.02}, "timeout_s": 2.0}
+    reward = {"function": "tests.light_rewards.letter_reward", "args": {"seconds": 0.02}, "timeout_s": 2.0}
     roles = ("rollout", "trainer", "reference")
     return {
         "run_name": "run",

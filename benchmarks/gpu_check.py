@@ -476,7 +476,7 @@ def transformers(bench: Bench) -> None:
 def tests(bench: Bench) -> None:
     """The tests marked gpu."""
     options = ["-q", "-o", "addopts=", "--import-mode=importlib", "-p", "no:cacheprovider", "-m", "gpu"]
-    command = [sys.executable, "-m", "pytest", *options, "tests/test_gpu.py"]
+    command = [sys.executable, "-m", "pytest", *options, "tests/conformance/test_gpu.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     print(done.stdout, done.stderr, file=sys.stderr)
     counts = dict(reversed(part.split()[:2]) for part in done.stdout.strip().splitlines()[-1].strip("= ").split(", "))

@@ -93,9 +93,12 @@ def _kernel(name: str, dtype: torch.dtype) -> Any:
 
 
 def call(name: str, first: Tensor, *others: Any) -> None:
-    """Call the kernel for the dtype of its first argument; floats are passed as double, the thread count comes last."""
+    """Call the kernel for the dtype of its first argument; floats are passed as double, the thread count comes last.
+
+    Tensors are contiguous; the first may be columns of a wider matrix, for a kernel that takes its stride.
+    """
     arguments = first, *others
-    assert all(value.is_contiguous() for value in arguments if isinstance(value, Tensor)), name
+    assert first.stride(-1) == 1 and all(v.is_contiguous() for v in others if isinstance(v, Tensor)), name
     kinds = {int: ctypes.c_int64, float: ctypes.c_double, type(None): ctypes.c_void_p}
     values = [
         ctypes.c_void_p(value.data_ptr()) if isinstance(value, Tensor) else kinds[type(value)](value)

@@ -1,5 +1,6 @@
 // Training's elementwise work on a CPU, each in one pass over memory: RMS norm, SwiGLU, and around the matrix products of
-// attention the rotation with the change of layout, and the masked softmax. Each with its backward pass.
+// attention the rotation with the change of layout, and the masked softmax, each with its backward pass; and the weights
+// of a quantized base.
 // Memory is float32 or bfloat16 (T); all arithmetic is in float32.
 #include "vectors.h"
 
@@ -131,8 +132,34 @@ static void softmax_backward(const T* shares, T* grad, int64_t queries, int64_t 
         memset(g + end, 0, sizeof(T) * (S - end));
     }
 }
+
+// The weights of a base in nf4, [rows, width], whose rows in `out` are `stride` apart. Two codes of 4 bits are a byte, the
+// first in its upper half; 64 weights have a scale: a code of 8 bits with a scale for 256 of them, plus a mean.
+template <class T>
+static void dequantize_nf4(T* out, const uint8_t* codes, const float* values, const uint8_t* scales, const float* scale_map,
+                    const float* scale_scales, const float* mean, int64_t rows, int64_t width, int64_t stride,
+                    int64_t threads) {
+    const int64_t size = rows * width, B = 64;
+    float pairs[256][2];
+    for (int64_t i = 0; i < 256; i++) { pairs[i][0] = values[i >> 4]; pairs[i][1] = values[i & 15]; }
+    PARALLEL(size)
+    for (int64_t b = 0; b < (size + B - 1) / B; b++) {
+        const int64_t begin = b * B, end = begin + B < size ? begin + B : size;
+        volatile float product = scale_map[scales[b]] * scale_scales[b / 256];  // rounded: not fused with the sum
+        const float scale = product + *mean;
+        float block[B];
+        for (int64_t i = begin / 2; i < (end + 1) / 2; i++) memcpy(block + 2 * i - begin, pairs[codes[i]], 8);
+        for (int64_t at = begin, n; at < end; at += n) {  // a block may go on in the next row
+            const int64_t column = at % width; const float* from = block + at - begin; T* to = out + at / width * stride + column;
+            n = end - at < width - column ? end - at : width - column;
+            each(n, [&](int64_t i, auto n) { put(to + i, part(from + i, n) * scale, n); });
+        }
+    }
+}
+
 // What Python finds: a pointer to each kernel, by name and type.
 #define EXPORT(name) \
     extern "C" { auto* name##_float32 = &name<float>; auto* name##_bfloat16 = &name<bfloat16>; }
 EXPORT(norm_forward) EXPORT(norm_backward) EXPORT(swiglu_forward) EXPORT(swiglu_backward)
+EXPORT(dequantize_nf4)
 EXPORT(move_heads) EXPORT(softmax_forward) EXPORT(softmax_backward)

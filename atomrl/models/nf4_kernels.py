@@ -79,7 +79,7 @@ def dequantize(layer: Any, out: Tensor) -> Tensor:
     size = layer.out_features * layer.in_features
     # Without fusion, as bitsandbytes rounds: a product and a sum of scales are two operations.
     dequantize_kernel[(triton.cdiv(size, 1024),)](
-        *_parts(layer), out, out.stride(0), size, layer.in_features, 1024, enable_fp_fusion=False
+        *layer.quantized(), out, out.stride(0), size, layer.in_features, 1024, enable_fp_fusion=False
     )
     return out
 
@@ -97,16 +97,11 @@ def multiply(x: Tensor, layer: Any, b: Tensor, start: Tensor | None, out: Tensor
     row_block = max(16, min(64, triton.next_power_of_2(rows)))
     stride = 0 if start is None or len(start) == 1 else start.stride(0)
     product_kernel[(triton.cdiv(layer.out_features, 64), triton.cdiv(rows, row_block))](
-        x, x.stride(0), *_parts(layer), b, b.stride(0), out if start is None else start, stride, out, out.stride(0),
+        x, x.stride(0), *layer.quantized(), b, b.stride(0), out if start is None else start, stride, out, out.stride(0),
         rows, layer.out_features, layer.in_features, columns, max(16, triton.next_power_of_2(columns)),
         row_block, 64, 64, start is not None, num_warps=4, num_stages=2,
     )  # fmt: skip
     return out
-
-
-def _parts(layer: Any) -> tuple[Tensor, ...]:
-    table, scale_map = layer.tables()
-    return layer.codes, table, layer.scales, scale_map, layer.scale_scales, layer.mean
 
 
 def check(layer: Any) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from atomrl.common.errors import reraise_as
 from atomrl.config import ConfigError, Quantization
+from atomrl.models.kernel_library import call, usable
 from atomrl.models.kernel_switches import apply
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,18 @@ def nf4_kernels(device: torch.device) -> Any | None:
     return kernels
 
 
+@cache
+def _nf4_in_cpp() -> bool:
+    """Return True if the C++ kernel for nf4 gives the weights of the installed bitsandbytes."""
+    layer = QuantizedLinear(nn.Linear(100, 30, bias=False), "nf4")
+    out = torch.empty(30, 100)
+    call("dequantize_nf4", out, *layer.quantized(), *out.shape, out.stride(0))
+    agrees = torch.equal(out, layer._nf4(torch.float32))
+    if not agrees:
+        log.warning("nf4: the C++ kernel differs from bitsandbytes, whose own code is used, which is slower")
+    return agrees
+
+
 class QuantizedLinear(nn.Linear):
     """A frozen linear layer with a quantized weight; its state dict has the dequantized weight.
 
@@ -109,22 +122,31 @@ class QuantizedLinear(nn.Linear):
 
     def weight_in(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """Dequantize the weight, [out, in], in this dtype; into `out`, whose rows may be parts of wider ones."""
-        if self.kind == "nf4":
-            if out is None:
-                return self._nf4(dtype)
-            kernels = nf4_kernels(out.device)
-            return out.copy_(self._nf4(dtype)) if kernels is None else cast(Tensor, kernels.dequantize(self, out))
+        if out is None and self.kind == "nf4" and self.codes.device.type != "cpu":
+            return self._nf4(dtype)
+        shape = self.out_features, self.in_features
         if out is None:
-            out = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.codes.device)
-        # The product is in float32 and rounded once. A CPU stores it before it rounds, so it gets a few rows at a time.
-        rows = self.out_features if out.is_cuda else max(1, ROUNDED_AT_ONCE // self.in_features)
-        for codes, scales, into in zip(*(each.split(rows) for each in (self.codes, self.scales, out)), strict=True):
-            torch.mul(codes, scales, out=into)
+            out = torch.empty(shape, dtype=dtype, device=self.codes.device)
+        if self.kind == "nf4" and usable(out) and _nf4_in_cpp():
+            call("dequantize_nf4", out, *self.quantized(), *shape, out.stride(0))
+        elif self.kind == "nf4":
+            kernels = nf4_kernels(out.device)
+            out.copy_(self._nf4(dtype)) if kernels is None else kernels.dequantize(self, out)
+        else:
+            # The product is in float32 and rounded once. A CPU stores it before it rounds, so it gets a few rows at a
+            # time.
+            rows = self.out_features if out.is_cuda else max(1, ROUNDED_AT_ONCE // self.in_features)
+            for codes, scales, into in zip(*(each.split(rows) for each in (*self.quantized(), out)), strict=True):
+                torch.mul(codes, scales, out=into)
         return out
 
-    def tables(self) -> tuple[Tensor, Tensor]:
-        """Return the values of nf4's codes [16], and of the codes of its scales [256]."""
-        return _nf4_table(self.codes.device), _scale_map(self.codes.device)
+    def quantized(self) -> tuple[Tensor, ...]:
+        """Return the codes and scales; of nf4 with the values of its codes [16] and of the codes of its scales [256]:
+        codes, values, scales, their values, their scales, their mean."""
+        if self.kind == "int8":
+            return self.codes, self.scales
+        values, scale_map = _nf4_table(self.codes.device), _scale_map(self.codes.device)
+        return self.codes, values, self.scales, scale_map, self.scale_scales, self.mean
 
     def _nf4(self, dtype: torch.dtype) -> Tensor:
         library = bitsandbytes().functional

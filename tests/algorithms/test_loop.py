@@ -13,9 +13,9 @@ from atomrl.objectives.policy import COEFFICIENT
 from atomrl.trainer import prepare_run
 from atomrl.trainer.loop import Progress
 from atomrl.weight_sync import InProcessTransfer
-from tests.loop.scripted import planned, train
-from tests.loop.test_sync import make_parts, saver, weights
 from tests.tiny import make_tiny_model
+from tests.trainer.scripted import planned, train
+from tests.trainer.test_sync import make_parts, saver, weights
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "algorithms"
 EXTRA_AXES = {

@@ -32,8 +32,8 @@ from atomrl.protocols import Adapter, WeightUpdate
 from atomrl.types import SamplingParams
 from atomrl.weight_sync import InProcessTransfer, WeightMismatch, tensor_hash
 from atomrl.weight_sync.transfer import compare, dtypes_of, expected_hashes
-from tests.conformance.fake_sglang import FakeSGLang
-from tests.engines import logprobs_of, prompts_of, response
+from tests.engines.fake_sglang import FakeSGLang
+from tests.prompts import logprobs_of, prompts_of, response
 from tests.tiny import make_tiny_model
 
 EOS = 2

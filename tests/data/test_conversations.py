@@ -404,7 +404,7 @@ def test_preferences_between_calls_and_thoughts(rows):
         rows({**pair, "rejected": pair["chosen"]}, family_tokenizer("qwen3"), preferences=True)
 
 
-def test_sharegpt_preferences(rows):
+def test_preferences_of_sharegpt_and_alpaca_are_read(rows):
     chosen, rejected = ({"from": "gpt", "value": text} for text in ("good", "bad"))
     row = {"conversations": [{"from": "human", "value": "w?"}], "chosen": chosen, "rejected": rejected}
     (_, good), (_, bad) = rows(row, family_tokenizer("chatml"), preferences=True)

@@ -79,7 +79,7 @@ def load(tmp_path, *rows, fields=None, **config):
         ({"prompt": [USER], "completion": [BAD], "label": False}, (USER,), (((BAD,), -1.0),)),
     ],
 )
-def test_layouts(tmp_path, row, prompt, scored):
+def test_layouts_of_preferences_are_read(tmp_path, row, prompt, scored):
     (sample,) = load(tmp_path, row).problems
     assert sample.prompt == prompt and sample.problem_id == "pairs.jsonl:1"
     assert sample.columns == {"completions": scored}
@@ -143,7 +143,7 @@ def test_columns_can_have_other_names(tmp_path):
     assert sample.prompt == "a" and sample.columns["completions"] == (("b", 0.0), ("c", 0.0))
 
 
-def test_parquet(tmp_path):
+def test_pairs_are_read_from_parquet(tmp_path):
     pd = pytest.importorskip("pandas")
     row = {
         "prompt": "2+2=",

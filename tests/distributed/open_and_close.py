@@ -32,7 +32,7 @@ from atomrl.engines.vllm_server import VLLMServerEngine
 from atomrl.models.loading import read_weights
 from atomrl.protocols import WeightUpdate
 from atomrl.types import SamplingParams
-from tests.engines import prompts_of
+from tests.prompts import prompts_of
 
 KINDS = {"native": NativeEngine, "vllm": VLLMEngine, "vllm-server": VLLMServerEngine, "sglang": SGLangEngine}
 _OWN_NAME = re.compile(r"/tmp/atomrl-run-.*/session_[^/]*|_?[0-9a-f]*\d{4,}")

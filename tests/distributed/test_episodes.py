@@ -29,7 +29,7 @@ from atomrl.engines.vllm import VLLMEngine
 from atomrl.models.loading import read_weights
 from atomrl.protocols import WeightUpdate
 from atomrl.types import SamplingParams
-from tests.engines import prompts_of
+from tests.prompts import prompts_of
 from tests.tiny import make_tiny_model
 
 SAMPLING = SamplingParams(completions_per_prompt=4, max_completion_tokens=300, seed=7)

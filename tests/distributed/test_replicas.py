@@ -27,7 +27,7 @@ from atomrl.engines.requests import EngineOptions
 from atomrl.protocols import WeightUpdate
 from atomrl.types import SamplingParams
 from tests.arithmetic import arithmetic_run, trained_weights
-from tests.engines import prompts_of
+from tests.prompts import prompts_of
 from tests.tiny import make_tiny_model
 
 pytest.importorskip("ray", reason="Ray is not installed; `make distributed` has it")

@@ -16,7 +16,7 @@ from atomrl.engines.vllm import VLLMEngine
 from atomrl.tracking.reading.lines import read_metrics
 from atomrl.types import SamplingParams
 from tests.arithmetic import arithmetic_run
-from tests.engines import logprobs_of, prompts_of, response
+from tests.prompts import logprobs_of, prompts_of, response
 from tests.tiny import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("vllm")

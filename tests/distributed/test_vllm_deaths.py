@@ -21,8 +21,8 @@ from atomrl.engines.vllm import VLLMEngine
 from atomrl.engines.vllm_server import VLLMServerEngine
 from atomrl.types import SamplingParams
 from atomrl.weight_sync.transfer import InProcessTransfer
-from tests.conformance.test_sglang_faults import Trainer
-from tests.engines import prompts_of
+from tests.engines.test_sglang_faults import Trainer
+from tests.prompts import prompts_of
 from tests.tiny import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("vllm")

@@ -18,8 +18,8 @@ from atomrl.models.loading import load_policy, load_tokenizer, model_weights
 from atomrl.protocols import WeightUpdate
 from atomrl.types import SamplingParams
 from atomrl.weight_sync.transfer import compare, dtypes_of, expected_hashes
-from tests.engines import logprobs_of, prompts_of, response
 from tests.models.test_whole_models import FAMILIES, TEXT
+from tests.prompts import logprobs_of, prompts_of, response
 from tests.tiny import make_tiny_tokenizer
 
 pytestmark = [

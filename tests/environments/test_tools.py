@@ -320,7 +320,7 @@ def test_a_call_that_the_template_writes_is_read_again(form, template):
     ("llama", '{"name": "Bob", "age": 5}', []),
     ("mistral", '[TOOL_CALLS]a[ARGS]{"x": 1}[TOOL_CALLS]b[ARGS]{}', ["a", "b"]),
 ])  # fmt: skip
-def test_formats(form, text, names):
+def test_calls_are_read_in_each_format(form, text, names):
     calls = find_calls(text, form, SCHEMAS)
     assert [call.name for call in calls] == names and not any(call.problem for call in calls)
 
@@ -426,7 +426,7 @@ def test_functions_that_cannot_be_tools_are_refused(tools, changes, template, wo
     ({}, "give either function or mcp"), ({"function": "a.b", "mcp": ["c"]}, "give either function or mcp"),
     ({"mcp": "python server.py"}, "a command as a list"), ({"mcp": ["a"], "args": {"b": 1}}, "args are for a function"),
 ])  # fmt: skip
-def test_the_section(tool, words):
+def test_a_tool_is_a_function_or_an_mcp_server(tool, words):
     with pytest.raises(ConfigError, match=words):
         config_of(tool)
     assert config_of("a.b").environment.function == "tools"

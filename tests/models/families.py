@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 from transformers.models.auto import modeling_auto as auto
 
+from atomrl.algorithms import objective_of
 from atomrl.config import ConfigError, load_config
 from atomrl.models.loading import load_policy, load_tokenizer, save_model
 from atomrl.models.published import published_weights
@@ -24,7 +25,6 @@ from atomrl.models.shapes import auto_class
 from atomrl.models.transformers_model import HFModel
 from atomrl.trainer.checks.config import check_policy
 from atomrl.trainer.memory import memory_by_phase
-from tests.models.test_memory import objective_of
 from tests.tiny import make_tiny_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs/reference/models.md"

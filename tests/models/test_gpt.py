@@ -56,7 +56,7 @@ def pair(config):
 
 @pytest.mark.parametrize("attention", ["bmm", "sdpa"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_equals_transformers(name, attention, monkeypatch):
+def test_logits_and_gradients_equal_those_of_transformers(name, attention, monkeypatch):
     monkeypatch.setattr(gpt, "BMM_MAX_TOKENS", 512 if attention == "bmm" else 0)
     ours, theirs = pair(CONFIGS[name])
     tokens = torch.randint(0, 50, (3, 17))

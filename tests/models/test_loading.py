@@ -69,7 +69,7 @@ def test_saving_in_another_dtype_leaves_the_model_alone(tmp_path):
     assert model.head_weight.dtype == torch.float32
 
 
-def test_real_model(shared_dir):
+def test_a_real_model_has_the_logits_of_transformers(shared_dir):
     folder = shared_dir / "models" / "stories260k"
     policy = load_policy(folder, dtype="float32")
     tokens = torch.tensor([load_tokenizer(folder)("Once upon a time").input_ids])
@@ -100,7 +100,7 @@ def test_logits_that_the_head_alone_does_not_make_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "./nothing", "a/b/c"])
-def test_absent_folder(path):
+def test_a_folder_that_is_absent_is_named(path):
     with pytest.raises(ConfigError, match="does not exist"):
         load_policy(path)
 

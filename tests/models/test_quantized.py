@@ -83,6 +83,18 @@ def test_weights_are_as_near_as_four_bits_allow(shape):
     assert error < 0.12
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 128), (33, 96), (31, 33), (3, 2), (129, 257)])
+def test_a_cpu_dequantizes_to_the_values_of_bitsandbytes_with_and_without_its_kernel(shape, dtype, monkeypatch):
+    torch.manual_seed(0)
+    layer = QuantizedLinear(nn.Linear(*shape, bias=False, dtype=dtype), "nf4")
+    with_kernel, wide = layer.weight, torch.zeros(shape[1], shape[0] + 3, dtype=dtype)
+    layer.weight_in(dtype, out=wide[:, :-3])
+    monkeypatch.setattr("atomrl.models.quantized.usable", lambda _: False)
+    assert torch.equal(layer.weight, with_kernel)
+    assert torch.equal(wide[:, :-3], with_kernel) and not wide[:, -3:].any()
+
+
 def test_nf4_takes_a_quarter_of_bfloat16():
     layer = nn.Linear(512, 512, bias=False, dtype=torch.bfloat16)
     size = sum(parameter.nbytes for parameter in QuantizedLinear(layer, "nf4").parameters())

@@ -144,7 +144,7 @@ def test_attention_of_variable_length_equals_plain_rows(name, groups, kernel, mo
     holes=st.booleans(),
     checkpointing=st.booleans(),
 )
-def test_any_rows(groups, seed, holes, checkpointing):
+def test_any_groups_of_rows_have_the_states_of_plain_rows(groups, seed, holes, checkpointing):
     model = make_model()
     model.gradient_checkpointing = checkpointing
     rows = make_rows(groups, seed, holes)

@@ -90,5 +90,5 @@ def test_a_truth_that_is_none_is_named():
             score("<answer></answer>", truth)
 
 
-def test_normalised():
+def test_answers_are_normalised_before_they_are_compared():
     assert normalised("An  A-Team, the «best»!") == "ateam best"

@@ -1,3 +1,5 @@
+"""What a terminal shows of a run, and the picture of its curves."""
+
 import io
 import json
 import sys
