@@ -3,8 +3,6 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := -m pip install --quiet --disable-pip-version-check
 DOWNLOAD := -m pip download --quiet --disable-pip-version-check
-CHECKED := tests/atoms tests/algorithms tests/architecture tests/training tests/rollout tests/rewards/test_built_in.py tests/rewards/test_compute.py \
-	tests/test_config.py tests/test_docs.py tests/test_docs_facts.py tests/test_pages.py tests/ui/test_drafts.py tests/ui/test_words.py
 
 .PHONY: install quickstart quickstart-search quickstart-python quickstart-vision distributed test-distributed test-distributed-short test-vllm-oldest \
 	test-sglang megatron test-megatron test-megatron-short test-games test-ui test-ui-short check keys test test-all mutations test-cpus wheel-check \
@@ -101,7 +99,7 @@ $(SGLANG)/installed: pyproject.toml tools/sglang_cpu.py
 
 # The conformance suite of engines with SGLang's own server, on a CPU.
 test-sglang: $(SGLANG)/installed
-	$(SGLANG)/bin/python -m pytest -q tests/conformance/test_engines.py tests/conformance/test_sglang_faults.py -k sglang
+	$(SGLANG)/bin/python -m pytest -q tests/conformance/test_engines.py tests/engines/test_sglang_faults.py -k sglang
 
 # megatron-core on CPUs, in a separate environment.
 MEGATRON := .venv-megatron
@@ -122,15 +120,15 @@ megatron: test-megatron
 
 # Two and four ranks compared with one process, checkpoints, faults, the conformance suite, and a short quickstart.
 test-megatron: $(MEGATRON)/installed
-	$(MEGATRON)/bin/python -m pytest -q tests/training/test_megatron.py tests/training/test_megatron_parts.py \
-		tests/training/test_megatron_experts.py tests/training/test_megatron_faults.py
+	$(MEGATRON)/bin/python -m pytest -q tests/backends/test_megatron.py tests/backends/test_megatron_parts.py \
+		tests/backends/test_megatron_experts.py tests/backends/test_megatron_faults.py
 	$(MEGATRON)/bin/python -m pytest -q tests/learn/test_quickstart.py -k megatron
 	$(MEGATRON)/bin/python -m pytest -q tests/conformance/test_backends.py tests/conformance/test_backend_models.py -k megatron
 
 # The part that CI runs, three minutes: units, tensor parallelism over two ranks, and experts.
 test-megatron-short: $(MEGATRON)/installed
-	$(MEGATRON)/bin/python -m pytest -q tests/training/test_megatron_parts.py
-	$(MEGATRON)/bin/python -m pytest -q tests/training/test_megatron.py tests/training/test_megatron_experts.py -m short
+	$(MEGATRON)/bin/python -m pytest -q tests/backends/test_megatron_parts.py
+	$(MEGATRON)/bin/python -m pytest -q tests/backends/test_megatron.py tests/backends/test_megatron_experts.py -m short
 
 # Published environments of other libraries, in a separate Python environment.
 GAMES := .venv-games
@@ -142,7 +140,7 @@ $(GAMES)/installed: pyproject.toml constraints.txt
 	touch $@
 
 test-games: $(GAMES)/installed
-	$(GAMES)/bin/python -m pytest -q -rs tests/environments/test_adapters.py tests/retrieval/test_service.py
+	$(GAMES)/bin/python -m pytest -q -rs tests/environments/test_adapters.py tests/environments/retrieval/test_service.py
 
 # The web interface in a real browser, in a separate environment. Install chromium (apt-get install chromium), or set
 # ATOMRL_BROWSER to its path.
@@ -155,11 +153,11 @@ $(UI)/installed: pyproject.toml constraints.txt
 	touch $@
 
 test-ui: $(UI)/installed
-	ATOMRL_UI_TESTS=required $(UI)/bin/python -m pytest -q tests/reading tests/ui
+	ATOMRL_UI_TESTS=required $(UI)/bin/python -m pytest -q tests/tracking/reading tests/tools/ui
 
 # The part that CI runs; without chromium the tests are skipped with a message.
 test-ui-short: $(UI)/installed
-	$(UI)/bin/python -m pytest -q -rs tests/ui/browser -m short
+	$(UI)/bin/python -m pytest -q -rs tests/tools/ui/browser -m short
 
 # A third of the time is waiting for processes, so there is one worker more than CI has cores.
 PARALLEL := -n 3 --dist worksteal
@@ -177,9 +175,9 @@ test-all: .venv/installed-test
 mutations: .venv/installed-test
 	$(BIN)/python tools/mutations.py
 
-# For work on the code: lint, and quick tests of algorithms, updates, engines, rewards, keys, pages and the rules of the code.
+# While you work: lint, and the quick tests of the packages and pages that you have changed since `main`.
 check: lint
-	$(BIN)/python -m pytest $(PARALLEL) $(QUICK) $(CHECKED)
+	tests=$$($(BIN)/python tools/changed_tests.py) && $(BIN)/python -m pytest $(PARALLEL) $(QUICK) $$tests
 
 # The descriptions of keys in docs/reference/config.md and on the web page, from the docstrings of atomrl/config/schema.py.
 keys: .venv/installed-test

@@ -117,12 +117,12 @@ def serve(line: Connection, kind: Kind, folders: dict[str, str], dtype: str, thr
     torch.set_num_threads(threads)
     from atomrl.cluster.ray_cluster import RayCluster
     from atomrl.config import RunConfig
-    from atomrl.engines.requests import generate
+    from atomrl.engines.generation import generate
     from atomrl.models.loading import load_tokenizer
     from atomrl.trainer.build import build_engine
     from atomrl.types import SamplingParams
     from atomrl.weight_sync import InProcessTransfer
-    from tests.engines import prompts_of
+    from tests.prompts import prompts_of
 
     path = next(iter(folders.values()))
     tree: dict[str, Any] = {

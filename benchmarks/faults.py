@@ -37,7 +37,7 @@ FROZEN = ("rollout", "trainer", "reference", "reward", "raylet", "gcs_server")
 
 
 def config(folder: Path, timeout_s: float) -> dict[str, Any]:
-    reward = {"function": "tests.faults.rewards.letter_share", "args": {"seconds": 0.02}, "timeout_s": 2.0}
+    reward = {"function": "tests.light_rewards.letter_reward", "args": {"seconds": 0.02}, "timeout_s": 2.0}
     roles = ("rollout", "trainer", "reference")
     return {
         "run_name": "run",
@@ -105,7 +105,7 @@ class TrainingRun:
         """Process ids of a role; of `reward`, the workers; of one of Ray's own processes."""
         if role in ("raylet", "gcs_server"):
             return [pid for pid, name in self.processes().items() if name.partition(" ")[0].endswith(f"/{role}")]
-        wanted = "atomrl.rewards.calling" if role == "reward" else f"ray::{role}"
+        wanted = "atomrl.rewards.workers" if role == "reward" else f"ray::{role}"
         return sorted(pid for pid, name in self.ours().items() if wanted in name)
 
     @property

@@ -38,7 +38,7 @@ AWKWARD = ["first", "metrics:4", "metrics:6", "reopen:1", "reopen:2", "reopen:3"
 
 
 def config(folder: Path) -> dict[str, Any]:
-    reward = {"function": "tests.faults.rewards.letter_share", "args": {"seconds": 0.03}}
+    reward = {"function": "tests.light_rewards.letter_reward", "args": {"seconds": 0.03}}
     return {
         "run_name": "run",
         "model": {"path": str(folder / "model"), "dtype": "float32"},

@@ -50,7 +50,7 @@ train() {
     part "$name" "$PYTHON" -m atomrl train $SETTINGS run_name="$name" "$@"
 }
 
-[ "$CHECK_ON" = cpu ] || part gpu_tests "$PYTHON" -m pytest -q -n 0 tests/test_gpu.py -m gpu
+[ "$CHECK_ON" = cpu ] || part gpu_tests "$PYTHON" -m pytest -q -n 0 tests/conformance/test_gpu.py -m gpu
 part ranks "$PYTHON" benchmarks/ranks.py --device "$CHECK_ON" --ranks "$RANKS" --steps $((STEPS > 7 ? 7 : STEPS)) \
     ${SIZES:+--sizes $SIZES}
 train one_process

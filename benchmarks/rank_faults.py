@@ -69,7 +69,7 @@ def prepare(folder: Path, ranks: int, timeout_s: float = TIMEOUT_S, **backend: A
         "model": {"path": str(folder / "model"), "dtype": "float32"},
         "data": {"train": "arithmetic", "train_size": 64},
         "rollout": {"prompts_per_step": 4, "completions_per_prompt": 4, "max_completion_tokens": 16},
-        "reward": {"functions": ["tests.faults.rewards.letter_share"]},
+        "reward": {"functions": ["tests.light_rewards.letter_reward"]},
         "algorithm": {"name": "grpo", "kl": {"type": "k3", "coefficient": 0.01}},
         "train": {"steps": STEPS, "learning_rate": 1e-3, "adam_eps": 1e-3, "tokens_per_micro_batch": 480},
         "checkpoint": {"every_steps": SAVED_EVERY},
@@ -84,7 +84,7 @@ class Outcome:
     def __init__(self, folder: Path, name: str, fault: str, at: int, *more: str, where: str = "forward") -> None:
         self.out = folder / name
         once = folder / f"{name}.fault"
-        command = [sys.executable, "-m", "tests.training.faulty_runs", "train", str(folder / "c.yaml")]
+        command = [sys.executable, "-m", "tests.backends.faulty_runs", "train", str(folder / "c.yaml")]
         environment = os.environ | {
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",

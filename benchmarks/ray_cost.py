@@ -36,7 +36,7 @@ def config(folder: Path, steps: int) -> dict[str, Any]:
         "model": {"path": str(folder / "model"), "dtype": "float32"},
         "data": {"train": "arithmetic", "train_size": 512},
         "rollout": {"prompts_per_step": 8, "completions_per_prompt": 8, "max_completion_tokens": 64},
-        "reward": {"functions": ["tests.faults.rewards.letter_share"]},
+        "reward": {"functions": ["tests.light_rewards.letter_reward"]},
         "train": {"steps": steps, "learning_rate": 1e-4},
         "checkpoint": {"every_steps": 0},
         "eval": {"before": False, "after": False},

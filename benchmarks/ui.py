@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.ui.made import Client, make_run, record_tokens, serving
+from tests.tools.ui.made import Client, make_run, record_tokens, serving
 
 METRICS = 46
 BARS = {
@@ -202,7 +202,7 @@ STEP = """
 import statistics, sys, time
 from pathlib import Path
 import torch
-from tests.ui.made import log_step
+from tests.tools.ui.made import log_step
 from atomrl.tracking.reading.lines import acquire_lock
 torch.set_num_threads(1)
 folder, step = Path(sys.argv[1]), 100

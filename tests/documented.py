@@ -41,16 +41,16 @@ def lively(prompts, completions, **columns):
 HELP_NOT_RUN = {
     "atomrl data prepare books": "its tokenizer is on the hub",
     "atomrl doctor --engine sglang": "needs SGLang",
-    "atomrl import": "the files are the reader's own; tests/importers and tests/models/test_nanogpt.py have such",
+    "atomrl import": "the files are the reader's own; tests/tools/importers and tests/models/test_nanogpt.py have such",
     "atomrl init my-project --model": "its model is on the hub",
-    "atomrl plan configs/quickstart.yaml --probe": "probes for a minute; tests/cli/test_plan.py does",
+    "atomrl plan configs/quickstart.yaml --probe": "probes for a minute; tests/planner/test_plan.py does",
     "atomrl plan configs/qwen2.5-1.5b": "its model is on the hub",
-    "atomrl pool fill configs": "draws for half a minute; tests/cli/test_pool.py runs both",
+    "atomrl pool fill configs": "draws for half a minute; tests/trainer/test_pool.py runs both",
     "atomrl train configs/quickstart.yaml run_name=pooled": "likewise",
     "atomrl data serve": "serves until it is told to end, a corpus of 14 GB",
     "atomrl reward http": "needs a service",
     "atomrl rollouts runs/quickstart --prompt": "the problem is one of the whole run",
-    "atomrl tune": "runs for two hours; tests/tuning has short ones",
+    "atomrl tune": "runs for two hours; tests/tools/test_tuning.py has short ones",
     "atomrl ui": "serves until it is told to end",
 }
 """Commands of `--help` that begin so, and why they are not run."""
@@ -121,7 +121,7 @@ def python_snippets(page: Path) -> list[tuple[int, str]]:
     text = page.read_text(encoding="utf-8")
     snippets = []
     for match in re.finditer(r"(?ms)(?:^(?P<not><!-- not run[^\n]*-->)\n+)?^```python\n(?P<code>.*?)^```", text):
-        if not match["not"] and ">>>" not in match["code"]:  # tests/test_docs.py runs those
+        if not match["not"] and ">>>" not in match["code"]:  # tests/docs/test_examples.py runs those
             snippets.append((text[: match.start()].count("\n") + 1, match["code"]))
     return snippets
 

@@ -1,8 +1,11 @@
-"""Rewards in a module that imports nothing: a worker process that calls one would import its test's PyTorch too."""
+"""Rewards in a module that imports nothing slow: a worker that calls one would import its test's PyTorch too."""
+
+import time
 
 
-def letter_reward(prompts, completions, **columns):
-    """Return the share of letters up to m."""
+def letter_reward(prompts, completions, seconds=0.0, **columns):
+    """Return the share of letters up to m, which a random model earns by degrees, after `seconds`."""
+    time.sleep(seconds)
     return [sum(c in "abcdefghijklm" for c in text) / max(1, len(text)) for text in completions]
 
 

@@ -54,7 +54,7 @@ MUTATIONS = (
         "mask begins one token late",
         "loss_mask = versions >= 0",
         "loss_mask = (versions >= 0) & (versions.roll(1, 1) >= 0)",
-        ("tests/loop/test_collect.py",),
+        ("tests/trainer/test_collect.py",),
     ),
     Mutation(
         "log-probs not shifted",
@@ -66,19 +66,19 @@ MUTATIONS = (
         "a weight is not transferred",
         "self.model.load(update.tensors)",
         "self.model.load(list(update.tensors)[1:])",
-        ("tests/rollout/test_weights.py",),
+        ("tests/weight_sync/test_updates.py",),
     ),
     Mutation(
         "wrong version on a segment",
         "self.versions.append((len(self.token_ids), version))",
         "self.versions.append((len(self.token_ids), max(0, version - 1)))",
-        ("tests/rollout/test_stress.py",),
+        ("tests/engines/test_stress.py",),
     ),
     Mutation(
         "a row is lost between updates",
         "shuffled = units[torch.randperm(len(units), generator=generator)]",
         "shuffled = units[torch.randperm(len(units), generator=generator)[1:]]",
-        ("tests/algorithms/test_properties.py", "tests/training/test_turns.py"),
+        ("tests/algorithms/test_properties.py", "tests/backends/test_turns.py"),
     ),
     Mutation(
         "bounds of the clip swapped",
@@ -102,13 +102,13 @@ MUTATIONS = (
         "completions of a group share a seed",
         'key = f"{sampling.seed}/{sampling.step}/{prompt.prompt_id}/{index}".encode()',
         'key = f"{sampling.seed}/{sampling.step}/{prompt.prompt_id}".encode()',
-        ("tests/rollout/test_sampling.py",),
+        ("tests/engines/test_sampling.py",),
     ),
     Mutation(
         "resuming skips a batch",
         "CurriculumState(self.stream.position, pending,",
         "CurriculumState(self.stream.position + 4, pending,",
-        ("tests/faults/test_kills.py",),
+        ("tests/trainer/test_kills.py",),
     ),
     Mutation(
         "rewards in another order",
@@ -120,7 +120,7 @@ MUTATIONS = (
         "the end token is not trained on",
         "versions += [segment.policy_version or 0 if by_model else -1] * size",
         "versions += ([segment.policy_version or 0 if by_model else -1] * size)[: size - 1] + [-1] * min(1, size)",
-        ("tests/loop/test_collect.py",),
+        ("tests/trainer/test_collect.py",),
     ),
     Mutation(
         "positions begin anew after a shared prompt",
@@ -144,13 +144,13 @@ MUTATIONS = (
         "temperature not applied by the engine",
         "scores = scores / sampling.temperature",
         "scores = scores * 1.0",
-        ("tests/rollout/test_sampling.py",),
+        ("tests/engines/test_sampling.py",),
     ),
     Mutation(
         "temperature not applied by the trainer",
         'states, model.head_weight, tokens, own, self.temperature, None, "entropy" in wanted, *lists',
         'states, model.head_weight, tokens, own, 1.0, None, "entropy" in wanted, *lists',
-        ("tests/training/test_candidates.py",),
+        ("tests/backends/test_candidates.py",),
     ),
     Mutation(
         "log-probs of the reference from the policy",
@@ -162,13 +162,13 @@ MUTATIONS = (
         "padding is trained on",
         "versions = torch.full((len(rows), longest), -1, dtype=torch.int32)",
         "versions = torch.full((len(rows), longest), 0, dtype=torch.int32)",
-        ("tests/loop/test_collect.py",),
+        ("tests/trainer/test_collect.py",),
     ),
     Mutation(
         "completions in other groups",
         "group_ids=_integers(groups[item.prompt_id] for item in items)",
         "group_ids=_integers(number % len(groups) for number, item in enumerate(items))",
-        ("tests/loop/test_collect.py", "tests/algorithms/test_loop.py"),
+        ("tests/trainer/test_collect.py", "tests/algorithms/test_loop.py"),
     ),
     Mutation(
         "gradients added twice",
@@ -180,13 +180,13 @@ MUTATIONS = (
         "gradients kept from the update before",
         "self.adamw.zero_grad(set_to_none=True)",
         "pass",
-        ("tests/training/test_local.py",),
+        ("tests/backends/test_local.py",),
     ),
     Mutation(
         "every rank has the rows of the first",
         "mine = split[replica::replicas]",
         "mine = split[0::replicas]",
-        ("tests/training/test_two_ranks.py",),
+        ("tests/backends/test_two_ranks.py",),
     ),
 )
 

@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.ui.made import serving
+from tests.tools.ui.made import serving
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 PAGES = {

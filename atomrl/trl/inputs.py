@@ -27,7 +27,6 @@ ANSWERS = ("ground_truth", "answer", "solution")
 
 PICTURE_COLUMNS = ("image", "images")
 """Columns of a row that have its pictures, as in TRL."""
-TOWER = "differs from TRL: the vision tower of a model that reads pictures: TRL trained; here left as it is"
 
 DatasetRows = list[dict[str, Any]]
 

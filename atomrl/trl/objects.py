@@ -9,7 +9,7 @@ from typing import Any
 
 from atomrl.config import ConfigError
 from atomrl.models.loading import adapted_path, load_tokenizer, model_config_only, resolve_folder
-from atomrl.models.shapes import text_config
+from atomrl.models.shapes import text_config, tower_weights
 from atomrl.trl.inputs import lora_section
 
 ADAPTERS = "adapter_model.safetensors"
@@ -127,9 +127,13 @@ class GivenModel:
         return int(self.base.get_input_embeddings().num_embeddings)
 
     @property
-    def is_partly_frozen(self) -> bool:
-        """True if a part of the weights is not trained."""
-        return not self.is_name and len({one.requires_grad for one in self.model.parameters()}) > 1
+    def frozen(self) -> str | None:
+        """The frozen part of a loaded model: `tower`, its vision tower; `others`; None: no part."""
+        weights = {} if self.is_name else dict(self.model.named_parameters())
+        frozen = {name for name, weight in weights.items() if not weight.requires_grad}
+        if len(frozen) in (0, len(weights)):
+            return None
+        return "tower" if frozen == set(tower_weights(self.model)) else "others"
 
     def write(self, folder: Path) -> tuple[str, str | None]:
         """Save the weights where a run reads them.

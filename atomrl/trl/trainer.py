@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from atomrl.backends.ranks import follow_launcher
+from atomrl.backends.launcher import follow_launcher
 from atomrl.common.files import write_jsonl
 from atomrl.common.launchers import launched
 from atomrl.config import ConfigError, FSDPConfig, RunConfig, load_config, merge_trees
@@ -28,7 +28,6 @@ from atomrl.trl.arguments import NAMES, GRPOArgs, hint, in_trl_names
 from atomrl.trl.callbacks import Events, split_callbacks
 from atomrl.trl.configs import CONFIGS, TRLConfig, from_training_arguments
 from atomrl.trl.inputs import (
-    TOWER,
     built_in_rows,
     dataset_rows,
     has_pictures,
@@ -208,15 +207,16 @@ class Trainer:
         self._quantization = self._given.quantization or self._named_quantization
         if self._quantization and self._lora is None:
             raise ConfigError("quantised weights are not trained: add adapters (peft_config)")
-        if self._lora is None and self._given.is_partly_frozen:
-            raise ConfigError("model: some of its weights are frozen (requires_grad): here all weights are trained")
+        if self._lora is None and self._given.frozen == "others":
+            raise ConfigError(
+                "model: some of its weights are frozen (requires_grad): here all weights are trained, or all but the "
+                "vision tower"
+            )
         self.run_dir = _run_dir(self.args.output_dir, self.kind, type(self.args).__name__)
         self.config: RunConfig | None = None
         """The resolved config of the run; None before `train`."""
         self._train_rows, self._eval_rows = self._read_rows(train_dataset, eval_dataset)
         self._reads_pictures = has_pictures(self._train_rows)
-        if self._reads_pictures and self._lora is None:
-            self._notes.append(TOWER)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._items: list[dict[str, Any]] = []
         self._local: dict[str, Any] = {}
@@ -414,6 +414,8 @@ class Trainer:
         lora = self._lora if adapters is None else {**(self._lora or {}), "start": adapters}
         of_model = {"path": model, "tokenizer": None if tokenizer == model else tokenizer and str(tokenizer)}
         of_model |= {"lora": lora} | ({"quantization": self._quantization} if self._quantization else {})
+        if self._reads_pictures and lora is None:  # as TRL, which trains what requires a gradient
+            of_model["freeze_vision"] = self._given.frozen == "tower"
         tree = {
             "run_name": self.run_dir.name,
             "output_dir": str(self.run_dir.parent),
@@ -909,8 +911,19 @@ def _check_reference(reference: Any, model: Any) -> None:
     names = [
         one if isinstance(one, str | Path) else getattr(one.config, "_name_or_path", None) for one in (reference, model)
     ]
-    if names[0] is None or str(names[0]) != str(names[1]):
+    if names[0] is None or str(names[0]) != str(names[1]) or _differ(reference, model):
         raise ConfigError("ref_model: the reference is always the initial model; remove it")
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Return True if two models have a parameter of one name with other values. They may have other dtypes."""
+    import torch
+
+    if isinstance(one, str | Path) or isinstance(other, str | Path):
+        return False
+    others = dict(other.named_parameters())
+    pairs = [(a.detach(), others[name].detach()) for name, a in one.named_parameters() if name in others]
+    return not all(torch.equal(a, b.to(a)) or torch.equal(a.to(b), b) for a, b in pairs)
 
 
 def _run_dir(output_dir: str | Path | None, kind: str, args: str) -> Path:

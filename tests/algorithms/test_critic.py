@@ -177,7 +177,7 @@ def test_metrics_do_not_depend_on_the_split():
     assert seen([[4], [2, 0], [1, 3]]) == pytest.approx(whole)
 
 
-def test_explained_variance():
+def test_explained_variance_is_1_for_a_critic_that_knew_and_below_0_for_a_bad_one():
     """1 for a critic that knew, 0 for one that says the mean, below 0 for one that is worse than that."""
     credited = make(advantage={"whiten": False}).advantages(turns())
     own = credited.loss_mask

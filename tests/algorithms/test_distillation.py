@@ -18,8 +18,8 @@ from atomrl.protocols import ModelOutputs
 from atomrl.trainer import prepare_run
 from atomrl.trainer.checks.config import check_companions
 from atomrl.trainer.memory import memory_estimate
+from tests.backends.batches import make_algorithm, make_batch
 from tests.tiny import make_tiny_model, make_tiny_tokenizer
-from tests.training.batches import make_algorithm, make_batch
 
 
 @pytest.fixture(scope="module")

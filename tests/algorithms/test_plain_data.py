@@ -13,7 +13,7 @@ from atomrl.common.metrics import Max, Mean, Sum, merge, values
 from atomrl.objectives import PolicyObjective
 from atomrl.objectives.explain import table
 from tests.algorithms.batches import LIMIT, loss_gradient, make_rows, moved_logprobs, training_batch
-from tests.algorithms.test_numbers import two_rows
+from tests.objectives.test_numbers import two_rows
 
 THERE = """
 import pickle, sys

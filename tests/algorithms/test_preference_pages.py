@@ -20,6 +20,7 @@ from tests.algorithms.test_pages import cell, opening
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "reference" / "algorithms"
+WRITE = "python -m tests.algorithms.test_preference_pages"
 MODULES = {
     **dict.fromkeys(("cdpo", "robust_dpo", "dpo_norm", "ld_dpo", "rpo", "mpo"), "dpo"),
     **dict.fromkeys(("hinge_dpo", "ipo", "exo", "nca", "sppo", "bco_pair", "aot", "aot_unpaired"), "dpo_losses"),
@@ -77,11 +78,12 @@ def page(stem: str) -> str:
 @pytest.mark.parametrize("stem", sorted({module(name) for name in PREFERENCES}))
 def test_pages_say_what_the_code_says(stem):
     text = (DOCS / f"{stem}.md").read_text(encoding="utf-8")
-    assert text.startswith(page(stem)), "write it anew: python -m tests.algorithms.test_preference_pages"
+    assert text.startswith(page(stem)), f"run: {WRITE} (it writes {stem}.md)"
 
 
 def test_the_table_has_every_method():
-    assert axes_table() in (DOCS / "README.md").read_text(encoding="utf-8")
+    shown = axes_table() in (DOCS / "README.md").read_text(encoding="utf-8")
+    assert shown, f"run: {WRITE} (it writes the table in README.md)"
 
 
 @pytest.mark.parametrize("name", PREFERENCES)
@@ -128,7 +130,7 @@ def test_each_warning_is_of_its_case_and_not_of_a_sound_objective(said):
     assert warnings(PREFERENCES["orpo"]) == []
 
 
-def test_the_command(capsys):
+def test_explain_prints_equation_sources_and_warnings(capsys):
     config = str(ROOT / "configs" / "algorithms" / "dpo.yaml")
     assert main(["explain", config, "algorithm.loss.label_smoothing=0.5"]) == 0
     shown = capsys.readouterr().out

@@ -45,7 +45,7 @@ def imported_units(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative imports hide the layer"
+            assert node.level == 0, f"{path}:{node.lineno}: write `from atomrl...`: a relative import hides the layer"
             names = [node.module or ""]
             if node.module == "atomrl":
                 names = [f"atomrl.{alias.name}" for alias in node.names]
@@ -57,15 +57,20 @@ def layer_faults(path: Path, name: str, imports: set[str]) -> list[str]:
     faults = []
     for other in imports - {name, "__version__"}:
         if other not in LAYER or name not in LAYER:
-            faults.append(f"{path.relative_to(ROOT)} ({name}) imports {other}: one of them has no layer in LAYERS")
+            faults.append(
+                f"{path.relative_to(ROOT)} ({name}) imports {other}: give both a layer in docs/development/design.md"
+            )
         elif LAYER[other] >= LAYER[name]:
-            faults.append(f"{path.relative_to(ROOT)} ({name}) imports {other}, which is not to its left")
+            faults.append(
+                f"{path.relative_to(ROOT)} ({name}) imports {other}, which is not to its left in "
+                f"docs/development/design.md: move what is shared to the left, or hand it over as an argument"
+            )
     return faults
 
 
 def test_every_module_has_a_layer():
     units = {unit(path) for path in FILES} - {"__init__", "__main__"}
-    assert units == set(LAYER), f"docs/development/design.md has other layers than there are: {units ^ set(LAYER)}"
+    assert units == set(LAYER), f"mend the list of layers in docs/development/design.md: {units ^ set(LAYER)}"
 
 
 def test_imports_point_one_way():
@@ -79,13 +84,13 @@ def test_imports_point_one_way():
 def test_the_layer_check_can_fail():
     assert layer_faults(PACKAGE / "atoms" / "kl.py", "atoms", {"loop"})
     assert layer_faults(PACKAGE / "data" / "rows.py", "data", {"rewards"})
-    assert "no layer" in layer_faults(PACKAGE / "data" / "rows.py", "data", {"nowhere"})[0]
+    assert "give both a layer" in layer_faults(PACKAGE / "data" / "rows.py", "data", {"nowhere"})[0]
 
 
 LATE_IMPORTS = {
     ("atomrl.models.lora", "atomrl.models.loading"): "a folder of adapters names the base model that it loads",
     ("atomrl.tools.ui.server", "atomrl.tools.ui.routes"): "made of an optional package",
-    ("atomrl.tracking.reading.run", "atomrl.tracking.reading.comparison"): "`Run.plot` is a shortcut to its figure",
+    ("atomrl.tracking.reading.run", "atomrl.tracking.reading.plots"): "`Run.plot` is a shortcut to its figure",
 }
 """Imports inside functions that close a cycle (importer, imported), each with its reason. No others may."""
 
@@ -120,17 +125,27 @@ def cycle_of(graph: dict[str, set[str]], without: Iterable[tuple[str, str]] = ()
 
 def test_no_cycle_of_imports():
     """An import inside a function hides a cycle from Python, not from the reader."""
-    assert cycle_of(import_graph(), without=LATE_IMPORTS) == []
+    cycle = cycle_of(import_graph(), without=LATE_IMPORTS)
+    assert not cycle, f"move what two of these share into a module that imports neither: {' -> '.join(cycle)}"
 
 
 @pytest.mark.parametrize("late", LATE_IMPORTS, ids="->".join)
 def test_each_late_import_of_the_list_closes_a_cycle(late):
-    assert cycle_of(import_graph(), without=LATE_IMPORTS.keys() - {late}), "take it off the list"
+    assert cycle_of(import_graph(), without=LATE_IMPORTS.keys() - {late}), (
+        "take it off LATE_IMPORTS: it closes no cycle any more"
+    )
 
 
 def test_the_package_and_its_examples_import_nothing_from_tests():
-    lines = [(path, line) for path in FILES for line in path.read_text().splitlines()]
-    assert not [each for each in lines if re.search(r"\b(?:from|import) (?:tests|benchmarks)\b", each[1])]
+    faults = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in FILES
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if re.search(r"\b(?:from|import) (?:tests|benchmarks)\b", line)
+    ]
+    assert not faults, "an installed package has neither tests nor benchmarks; move it into atomrl:\n" + "\n".join(
+        faults
+    )
 
 
 def test_optional_packages_are_imported_only_where_used():
@@ -141,8 +156,8 @@ def test_optional_packages_are_imported_only_where_used():
         for node in ast.parse(path.read_text()).body:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            faults += [f"{path}: {n}" for n in names if n.split(".")[0] in OPTIONAL]
-    assert not faults, faults
+            faults += [f"{path.relative_to(ROOT)}:{node.lineno}: {n}" for n in names if n.split(".")[0] in OPTIONAL]
+    assert not faults, "import these in the function that uses them; not everybody has them:\n" + "\n".join(faults)
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -204,11 +219,12 @@ def test_the_package_holds_no_documentation():
 
 def test_importing_the_package_is_light():
     loaded = loaded_by("import atomrl")
-    assert not loaded & (OPTIONAL | {"transformers"})
+    heavy = loaded & (OPTIONAL | {"transformers"})
+    assert not heavy, f"import these in the function that uses them, not with `atomrl`: {heavy}"
 
 
 def test_help_needs_no_torch():
     code = "import sys\ntry:\n    from atomrl.cli.main import main; main(['--help'])\nexcept SystemExit:\n    pass"
     code += "\nassert not {'torch', 'transformers'} & set(sys.modules), 'torch was imported'"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 0, f"`python -X importtime -m atomrl --help` shows who imports it:\n{result.stderr}"

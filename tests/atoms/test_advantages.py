@@ -1,3 +1,5 @@
+"""Advantages of groups, by hand: z-score, mean baseline, leave-one-out, MaxRL."""
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -73,7 +75,7 @@ def test_negative_eps_is_refused():
         group_zscore(torch.ones(2), torch.tensor([0, 0]), eps=-1.0)
 
 
-def test_per_token():
+def test_per_token_repeats_an_advantage_where_the_mask_is_set():
     mask = torch.tensor([[False, True], [True, False]])
     assert per_token(torch.tensor([2.0, -3.0]), mask).tolist() == [[0, 2], [-3, 0]]
 

@@ -1,3 +1,5 @@
+"""Baselines, best-of-k and length weights against their definitions."""
+
 import itertools
 import math
 import statistics
@@ -171,7 +173,7 @@ def test_garbage_off_the_mask_is_harmless(garbage):
     assert (credit(garbage)[~mask] == 0).all()
 
 
-def test_no_rows():
+def test_baselines_of_no_rows_are_empty():
     nothing, ids = torch.zeros(0), torch.zeros(0, dtype=torch.long)
     assert baselines.best_minus_second(nothing, ids).shape == (0,)
     assert baselines.length_weighted_baseline(nothing, ids, ids).shape == (0,)

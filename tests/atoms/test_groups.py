@@ -1,3 +1,5 @@
+"""Statistics of groups against a loop over their members."""
+
 import math
 import statistics
 

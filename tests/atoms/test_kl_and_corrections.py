@@ -164,7 +164,7 @@ def test_budgets_are_kept():
         token_filters.high_entropy_tokens(entropies, mask, 1.2)
 
 
-def test_covariance_rules():
+def test_covariance_rules_drop_tokens_within_their_bounds():
     covariance = torch.tensor([[0.0, 2.0, 3.0, 9.0, 4.0]])
     every = torch.ones(1, 5, dtype=torch.bool)
     generator = torch.Generator().manual_seed(0)

@@ -53,7 +53,7 @@ def test_gradients_by_finite_differences(chunk, which):
     temperature=st.floats(0.2, 3.0),
     seed=st.integers(0, 1000),
 )
-def test_equals_plain(tokens, vocabulary, chunk, temperature, seed):
+def test_fused_logprobs_and_entropy_equal_the_plain_ones(tokens, vocabulary, chunk, temperature, seed):
     hidden, head, ids = make(tokens, 4, vocabulary, seed=seed)
     logits = hidden @ head.T
     plain = (token_logprobs(logits, ids, temperature), token_entropy(logits, temperature))
@@ -88,7 +88,7 @@ def test_vocabulary_larger_than_a_gradient_block(monkeypatch):
     assert (ours - theirs).norm() / theirs.norm() < 0.02
 
 
-def test_backward_twice():
+def test_a_second_backward_pass_gives_the_same_gradient():
     hidden, head, tokens = make()
     logprobs, _ = fused_token_logprobs(hidden, head, tokens)
     first = torch.autograd.grad(logprobs.sum(), hidden, retain_graph=True)[0]

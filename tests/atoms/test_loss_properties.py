@@ -330,7 +330,7 @@ def combinations(count: int) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(("loss", "weights", "factor"), combinations(60))
-def test_axes_combine(loss, weights, factor):
+def test_any_combination_of_axes_is_the_same_split_and_padded(loss, weights, factor):
     """Any loss with any reduction and any correction or selection, and a KL penalty: split and padded."""
     clean = a_step(1)
 

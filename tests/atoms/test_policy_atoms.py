@@ -1,3 +1,5 @@
+"""Reductions, clips and KL estimators, by hand."""
+
 import math
 
 import pytest

@@ -1,3 +1,5 @@
+"""Reward shaping, by hand: missing parts, penalties, the KL in the reward, bounds."""
+
 import math
 
 import pytest
@@ -42,7 +44,7 @@ def test_kl_in_the_reward():
     torch.testing.assert_close(masked, torch.where(MASK, 0.9, 1.0))
 
 
-def test_clipped_reward():
+def test_clipped_rewards_are_within_both_bounds():
     assert shaping.clipped_reward(torch.tensor([-9.0, 0.0, 9.0]), -1.0, 2.0).tolist() == [-1, 0, 2]
 
 

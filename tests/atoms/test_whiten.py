@@ -1,3 +1,5 @@
+"""Mean, variance and whitening under a mask, by hand."""
+
 import math
 
 import pytest

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from atomrl.cli.main import main
-from tests.conformance.fake_sglang import FakeSGLang
+from tests.engines.fake_sglang import FakeSGLang
 from tests.tiny import make_tiny_model
 
 

@@ -163,7 +163,7 @@ def test_traceback_is_shown_on_demand(capsys):
     assert "Traceback" in error and error.endswith("error: config file absent.yaml does not exist\n")
 
 
-def test_atoms(capsys):
+def test_explain_describes_an_atom_and_corrects_its_name(capsys):
     assert main(["explain", "--atoms"]) == 0
     listing = capsys.readouterr().out
     assert "atomrl.atoms.kl" in listing and "  k3_kl " in listing and "_" in listing
@@ -212,7 +212,7 @@ def test_mistakes_in_data(capsys, tmp_path):
     )
 
 
-def test_plot(capsys, tmp_path):
+def test_compare_plots_and_names_its_mistakes(capsys, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/score/mean": 0.5}\n')
     assert main(["compare", str(tmp_path), "--plot", str(tmp_path / "curves.png")]) == 0
     assert (tmp_path / "curves.png").is_file()
@@ -225,7 +225,7 @@ def test_plot(capsys, tmp_path):
     assert main(["compare", str(tmp_path), "--plot", str(tmp_path / "new" / "curves.png")]) == 0
 
 
-def test_export_mistakes(capsys, tmp_path):
+def test_export_names_its_mistakes(capsys, tmp_path):
     assert "is not a checkpoint" in fails(capsys, ["export", tmp_path, tmp_path / "out"])
     (tmp_path / "run" / "model").mkdir(parents=True)
     model = str(tmp_path / "run" / "model")
@@ -308,7 +308,7 @@ def test_a_runs_own_config_finds_the_functions_that_the_run_found(tmp_path, monk
 
     environment = (
         "import json, sys; from atomrl.config import read_tree; "
-        "from atomrl.tracking.run_directory import describe_environment; "
+        "from atomrl.tracking.environment import describe_environment; "
         "read_tree(sys.argv[1], {}); print(json.dumps(describe_environment()))"
     )
     program = [sys.executable, "-c", environment, str(tmp_path / "project" / "config.yaml")]

@@ -21,7 +21,8 @@ from atomrl.cli.main import main
 from atomrl.cli.training import non_defaults
 from atomrl.config import load_config
 from atomrl.tracking.reading import load_run
-from atomrl.tracking.reading.lines import is_locked, read_metrics
+from atomrl.tracking.reading.lines import read_metrics
+from atomrl.tracking.reading.lock import is_locked
 from atomrl.tracking.recorder import Recorder
 from atomrl.trainer import base
 from tests.tiny import make_tiny_model
@@ -232,7 +233,7 @@ def test_total_epochs_says_how_many_steps(folder, epochs, steps):
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == list(range(1, steps + 1))
 
 
-def test_eval(folder, capsys):
+def test_eval_writes_results_and_completions(folder, capsys):
     arguments = ["eval", "model", "--data", "eval.jsonl", "--samples-per-prompt", "2", "--max-tokens", "4"]
     assert main([*arguments, "--reward", "exact_match", "--out", "out/result.json"]) == 0
     assert "3 problems x 2 completions" in capsys.readouterr().out
@@ -265,7 +266,7 @@ def test_a_prefix_that_breaks_the_form_is_noted(folder, capsys):
     assert json.loads((folder / "r.jsonl").read_text().splitlines()[0])["completion"].startswith("<think></think>")
 
 
-def test_sft(folder, capsys):
+def test_an_rl_config_becomes_sft_by_an_override(folder, capsys):
     rows = [{"prompt": f"{k}+1=", "completion": f"<think>{k}</think><answer>{k + 1}</answer>"} for k in range(4)]
     (folder / "shown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = ["data.train=shown.jsonl", "data.eval=null", "data.answer_field=null"]

@@ -18,9 +18,9 @@ from atomrl.config import ConfigError, FSDPConfig, LoraConfig, MegatronConfig, M
 from atomrl.models.loading import load_tokenizer
 from atomrl.protocols import UpdateOutput
 from atomrl.types import RaggedIds
+from tests.backends.batches import make_algorithm, make_batch, weights_of, written
+from tests.backends.one_rank import one_rank
 from tests.tiny import make_tiny_model
-from tests.training.batches import make_algorithm, make_batch, weights_of, written
-from tests.training.one_rank import one_rank
 
 ENTROPY = frozenset({"logprobs", "entropy"})
 WITH_REFERENCE = make_algorithm(needs=frozenset({"ref_logprobs"}))
@@ -36,7 +36,7 @@ def make_local(folder, algorithm=None, *, lora=None, train=None, dtype="float32"
 
 
 def make_fsdp(folder, algorithm=None, *, lora=None, train=None, dtype="float32", **settings):
-    """A rank that is the only one; more are held against one process in tests/training/test_fsdp.py."""
+    """A rank that is the only one; more are held against one process in tests/backends/test_fsdp.py."""
     return FSDPBackend(
         FSDPConfig(type="fsdp"),
         ModelConfig(path=str(folder), dtype=dtype, lora=lora),
@@ -47,8 +47,8 @@ def make_fsdp(folder, algorithm=None, *, lora=None, train=None, dtype="float32",
 
 
 def make_megatron(folder, algorithm=None, *, lora=None, train=None, dtype="float32", **settings):
-    """Likewise; more are held against one process in tests/training/test_megatron.py."""
-    from atomrl.backends.megatron import MegatronBackend
+    """Likewise; more are held against one process in tests/backends/test_megatron.py."""
+    from atomrl.backends.megatron.backend import MegatronBackend
 
     return MegatronBackend(
         MegatronConfig(type="megatron"),
@@ -383,7 +383,7 @@ def test_an_algorithm_may_bring_its_own_update(make):
     assert max(moved) == pytest.approx(0.001, rel=1e-2)
 
 
-def test_learns(make):
+def test_steps_lower_the_loss(make):
     backend, batch = make(train={"schedule": "constant"}), make_batch(advantages=make_batch().loss_mask * 1.0)
     losses = [values(backend.train_step(batch, make_algorithm()))["actor/pg_loss"] for _ in range(30)]
     assert losses[-1] < 0.3 * losses[0]

@@ -20,7 +20,7 @@ def row(prompt, **columns):
     return {"prompt": prompt, "ground_truth": "1", **columns}
 
 
-def test_report(tmp_path):
+def test_the_report_has_errors_duplicates_and_overlap(tmp_path):
     train = write(tmp_path / "train.jsonl", row("What is 2+2?", data_source="sums"), "{", row("what is  2+2? "),
                   row("a" * 100, level=3), row("bcd", data_source="sums"))  # fmt: skip
     test = write(tmp_path / "test.jsonl", row("new"), row("BCD"))

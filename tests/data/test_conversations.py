@@ -12,7 +12,8 @@ from atomrl.data import conversations
 from atomrl.data.conversations import ConversationWriter
 from atomrl.data.files import DataError
 from atomrl.data.given import demonstration_reader, preference_reader
-from atomrl.data.problems import DataProcessor, load_problems
+from atomrl.data.problems import load_problems
+from atomrl.data.processor import DataProcessor
 from atomrl.data.tokenized import TokenizedSamples
 from tests.data.templates import FAMILIES, PHI4, QWEN25, family_tokenizer
 from tests.templates import make_tokenizer
@@ -403,7 +404,7 @@ def test_preferences_between_calls_and_thoughts(rows):
         rows({**pair, "rejected": pair["chosen"]}, family_tokenizer("qwen3"), preferences=True)
 
 
-def test_sharegpt_preferences(rows):
+def test_preferences_of_sharegpt_and_alpaca_are_read(rows):
     chosen, rejected = ({"from": "gpt", "value": text} for text in ("good", "bad"))
     row = {"conversations": [{"from": "human", "value": "w?"}], "chosen": chosen, "rejected": rejected}
     (_, good), (_, bad) = rows(row, family_tokenizer("chatml"), preferences=True)

@@ -14,7 +14,8 @@ from atomrl.common.metrics import values
 from atomrl.config import DataConfig, ModelConfig, PreferenceConfig, TrainConfig
 from atomrl.data.files import DataError
 from atomrl.data.given import demonstration_reader, preference_reader
-from atomrl.data.problems import DataProcessor, load_problems
+from atomrl.data.problems import load_problems
+from atomrl.data.processor import DataProcessor
 from atomrl.data.rows import to_training_batches
 from atomrl.data.tokenized import TokenizedSamples, demonstration, rows_from_tokens
 from atomrl.models.loading import load_tokenizer
@@ -52,7 +53,7 @@ def load(tmp_path, *rows, field="completion", **config):
         ({"text": "2+2=4"}, "", "2+2=4"),
     ],
 )
-def test_layouts(tmp_path, row, prompt, turns):
+def test_layouts_of_demonstrations_are_read(tmp_path, row, prompt, turns):
     (problem,) = load(tmp_path, row).problems
     assert (
         problem.prompt == prompt
@@ -184,7 +185,7 @@ def test_a_tokenized_file_takes_at_most_8_bytes_a_token(tmp_path, tokenizer):
         assert tokens > 100_000 and bytes_held / tokens <= 8, bytes_held / tokens
 
 
-def test_limits(tmp_path, tokenizer, caplog):
+def test_demonstrations_beyond_the_limit_are_dropped_or_cut(tmp_path, tokenizer, caplog):
     report = load(tmp_path, {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b " * 50})
     assert [s.problem_id for s in tokenized(tokenizer, report, limit=30).problems] == ["sft.jsonl:1"]
     assert "1 of 2 demonstrations are longer than 30 tokens" in caplog.text

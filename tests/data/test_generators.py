@@ -18,9 +18,9 @@ from atomrl.data.tasks import (
     normalise_content,
     row_content,
     row_split,
-    run_operation,
 )
-from atomrl.rewards.answers import evaluate_arithmetic
+from atomrl.data.tasks.stack_machine import run_operation
+from atomrl.rewards.expressions import evaluate_arithmetic
 
 TASKS = sorted(GENERATORS)
 
@@ -61,7 +61,7 @@ def test_a_small_space_is_an_error_with_what_it_holds():
     assert len(generate("arithmetic", size, steps=1, max_number=5, max_value=9)) == size
 
 
-def test_bad_requests():
+def test_wrong_names_sizes_and_arguments_are_named():
     for arguments, message in [
         (("countdwn", 1), "did you mean 'countdown'"),
         (("countdown", 0), "size must be at least 1"),
@@ -79,7 +79,7 @@ def test_bad_requests():
         generate("countdown", 1, max_number=2, max_numbers=3, min_target=90, max_target=95)
 
 
-def test_arithmetic_answers():
+def test_answers_of_arithmetic_are_those_of_its_steps():
     for row in generate("arithmetic", 300, steps=5, max_number=30, max_value=500):
         value = None
         for verb, text in re.findall(r"(Start with|Add|Subtract|Multiply by) (\d+)", row["prompt"]):
@@ -94,7 +94,7 @@ def test_arithmetic_answers():
         assert row["ground_truth"] == str(value)
 
 
-def test_countdown_solutions():
+def test_solutions_of_countdown_reach_the_target():
     for row in generate("countdown", 300):
         value, used = evaluate_arithmetic(row["solution"])
         assert value == Fraction(row["ground_truth"]) and 10 <= value <= 99
@@ -137,7 +137,7 @@ def test_reasoning_gym_tasks(tmp_path):
     from atomrl.common.files import write_jsonl
     from atomrl.config import DataConfig
     from atomrl.data.problems import load_problems
-    from atomrl.rewards.verifiable import reasoning_gym
+    from atomrl.rewards.tasks import reasoning_gym
 
     for name, args in [("spell_backward", {}), ("countdown", {"max_numbers": 4}), ("propositional_logic", {})]:
         rows = generate(f"reasoning_gym:{name}", 5, seed=1, **args)
@@ -166,5 +166,7 @@ def test_reasoning_gym_errors():
 @pytest.mark.parametrize("task", GENERATORS)
 def test_each_has_its_row_in_the_page_of_data(task):
     page = (Path(__file__).parents[2] / "docs" / "guides" / "data.md").read_text(encoding="utf-8")
-    (row,) = re.findall(rf"^\| `{task}` \|.*$", page, re.MULTILINE)
-    assert ("demonstrations" in row) == bool(GENERATORS[task].demonstrate)
+    rows = re.findall(rf"^\| `{task}` \|.*$", page, re.MULTILINE)
+    assert len(rows) == 1, f"docs/guides/data.md needs one row `{task}` in its table of tasks"
+    said, has = "demonstrations" in rows[0], bool(GENERATORS[task].demonstrate)
+    assert said == has, f"the row of `{task}` in docs/guides/data.md says {'' if said else 'no '}demonstrations"

@@ -194,7 +194,7 @@ def test_each_kind_of_rows(cache, rows, kind, suffix):
     assert (report.kind, report.rows, report.ok) == (kind, 1, True)
 
 
-def test_several_sources(gsm8k, tmp_path):
+def test_files_and_data_sets_of_the_hub_are_read_together(gsm8k, tmp_path):
     (tmp_path / "own.jsonl").write_text(json.dumps(ROWS[4]) + "\n")
     config = DataConfig(train=["own.jsonl", "openai/gsm8k:main:test", "openai/gsm8k:socratic:train"], **FIELDS)
     assert [sample.problem_id for sample in load_problems(config).problems] == [

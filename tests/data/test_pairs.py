@@ -9,8 +9,10 @@ import pytest
 from atomrl.config import DataConfig, PreferenceConfig
 from atomrl.data.files import DataError
 from atomrl.data.given import preference_reader
-from atomrl.data.problems import DataProcessor, load_problems
-from atomrl.data.tasks import chain_pair, make_chain, task_words
+from atomrl.data.problems import load_problems
+from atomrl.data.processor import DataProcessor
+from atomrl.data.tasks import task_words
+from atomrl.data.tasks.chain import chain_pair, make_chain
 from atomrl.data.tokenized import TokenizedSamples
 from atomrl.models.tokenizer import make_tokenizer
 
@@ -77,7 +79,7 @@ def load(tmp_path, *rows, fields=None, **config):
         ({"prompt": [USER], "completion": [BAD], "label": False}, (USER,), (((BAD,), -1.0),)),
     ],
 )
-def test_layouts(tmp_path, row, prompt, scored):
+def test_layouts_of_preferences_are_read(tmp_path, row, prompt, scored):
     (sample,) = load(tmp_path, row).problems
     assert sample.prompt == prompt and sample.problem_id == "pairs.jsonl:1"
     assert sample.columns == {"completions": scored}
@@ -141,7 +143,7 @@ def test_columns_can_have_other_names(tmp_path):
     assert sample.prompt == "a" and sample.columns["completions"] == (("b", 0.0), ("c", 0.0))
 
 
-def test_parquet(tmp_path):
+def test_pairs_are_read_from_parquet(tmp_path):
     pd = pytest.importorskip("pandas")
     row = {
         "prompt": "2+2=",

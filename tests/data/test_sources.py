@@ -64,7 +64,7 @@ def test_gsm8k_by_configuration_alone(shared_dir):
     assert all(re.fullmatch(r"-?[\d,.]+", sample.ground_truth) for sample in train.problems)
 
 
-def test_trl_layout(tmp_path):
+def test_the_layout_of_trl_is_read(tmp_path):
     row = {"prompt": [{"role": "user", "content": "1+1="}], "solution": "2", "difficulty": "easy"}
     [sample] = load_problems(DataConfig(train=write_rows(tmp_path, row), answer_field="solution")).problems
     assert sample.prompt == ({"role": "user", "content": "1+1="},)
@@ -86,12 +86,12 @@ def check_verl(problem: Any) -> None:
     assert problem.columns["reward_model"]["style"] == "rule" and problem.columns["ability"] == "math"
 
 
-def test_verl_layout(tmp_path):
+def test_the_layout_of_verl_is_read(tmp_path):
     config = DataConfig(train=write_rows(tmp_path, VERL_ROW), answer_field="reward_model.ground_truth")
     check_verl(load_problems(config).problems[0])
 
 
-def test_parquet(tmp_path):
+def test_parquet_is_read_and_a_damaged_file_is_refused(tmp_path):
     pyarrow = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
     from pyarrow import parquet
 
@@ -231,7 +231,7 @@ def test_files_that_are_none(tmp_path):
         load_problems(DataConfig(train="countdwn"))
 
 
-def test_sizes(tmp_path, caplog):
+def test_sizes_take_the_first_rows(tmp_path, caplog):
     path = write(tmp_path, *[GOOD] * 5)
     config = DataConfig(train=path, train_size=3, eval=path, eval_size=2)
     assert [sample.problem_id for sample in load_problems(config).problems] == [f"data.jsonl:{n}" for n in (1, 2, 3)]

@@ -69,7 +69,7 @@ def test_the_fingerprint_notices_any_change():
     assert len(prints) == len(others) and fingerprint not in prints
 
 
-def test_bad_streams():
+def test_a_stream_needs_problems_with_ids_of_their_own():
     with pytest.raises(DataError, match="at least one"):
         PromptStream([])
     with pytest.raises(DataError, match="unique: 4"):

@@ -98,7 +98,7 @@ def test_windows_depend_on_seed_and_step_alone(text, tmp_path):
         (b"x", "is empty"),
     ],
 )
-def test_bad_texts(tmp_path, content, message):
+def test_a_text_that_cannot_be_read_leaves_no_folder(tmp_path, content, message):
     path = tmp_path / "t.txt"
     if content is not None:
         path.write_bytes(content)
@@ -138,7 +138,7 @@ def test_a_folder_that_is_no_token_folder(text, tmp_path):
             TokenFolder(out)
 
 
-def test_the_command(text, tmp_path, monkeypatch, capsys):
+def test_data_prepare_writes_tokens_and_names_its_mistakes(text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "second.txt").write_text("A second document.\n")
     assert main(["data", "prepare", "text.txt", "second.txt", "--tokenizer", "char", "--out", "tokens"]) == 0

@@ -22,16 +22,17 @@ from transformers import AutoTokenizer
 
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig
-from atomrl.engines.native import NativeEngine
+from atomrl.engines.generation import generate
+from atomrl.engines.native.engine import NativeEngine
 from atomrl.engines.replicas import ReplicatedEngine
-from atomrl.engines.requests import EngineOptions, generate
+from atomrl.engines.requests import EngineOptions
 from atomrl.engines.sglang import SGLangEngine
 from atomrl.engines.vllm import VLLMEngine
 from atomrl.engines.vllm_server import VLLMServerEngine
 from atomrl.models.loading import read_weights
 from atomrl.protocols import WeightUpdate
 from atomrl.types import SamplingParams
-from tests.engines import prompts_of
+from tests.prompts import prompts_of
 
 KINDS = {"native": NativeEngine, "vllm": VLLMEngine, "vllm-server": VLLMServerEngine, "sglang": SGLangEngine}
 _OWN_NAME = re.compile(r"/tmp/atomrl-run-.*/session_[^/]*|_?[0-9a-f]*\d{4,}")

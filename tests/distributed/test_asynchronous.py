@@ -6,7 +6,7 @@ import pytest
 
 from atomrl.cli.main import main
 from atomrl.tracking.reading.lines import read_metrics
-from tests.loop.test_recovery import PROBLEMS, folder, seen
+from tests.trainer.test_recovery import PROBLEMS, folder, seen
 
 pytest.importorskip("ray", reason="Ray is not installed; `make distributed` has it")
 assert folder  # a fixture

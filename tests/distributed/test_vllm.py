@@ -10,12 +10,13 @@ from transformers import AutoTokenizer
 
 from atomrl.cli.main import main
 from atomrl.config import ConfigError
-from atomrl.engines.requests import EngineOptions, generate
+from atomrl.engines.generation import generate
+from atomrl.engines.requests import EngineOptions
 from atomrl.engines.vllm import VLLMEngine
 from atomrl.tracking.reading.lines import read_metrics
 from atomrl.types import SamplingParams
 from tests.arithmetic import arithmetic_run
-from tests.engines import logprobs_of, prompts_of, response
+from tests.prompts import logprobs_of, prompts_of, response
 from tests.tiny import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("vllm")

@@ -14,14 +14,15 @@ from transformers import AutoTokenizer
 
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig
+from atomrl.engines.generation import generate, requests_of
 from atomrl.engines.replicas import ReplicatedEngine
-from atomrl.engines.requests import EngineOptions, generate, requests_of
+from atomrl.engines.requests import EngineOptions
 from atomrl.engines.vllm import VLLMEngine
 from atomrl.engines.vllm_server import VLLMServerEngine
 from atomrl.types import SamplingParams
 from atomrl.weight_sync.transfer import InProcessTransfer
-from tests.conformance.test_sglang_faults import Trainer
-from tests.engines import prompts_of
+from tests.engines.test_sglang_faults import Trainer
+from tests.prompts import prompts_of
 from tests.tiny import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("vllm")

@@ -9,11 +9,11 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from atomrl.engines.requests import generate
+from atomrl.engines.generation import generate
 from atomrl.engines.vllm import VLLMEngine
 from atomrl.models.loading import load_policy, model_weights
 from atomrl.protocols import WeightUpdate
-from tests.engines import logprobs_of, response
+from tests.prompts import logprobs_of, response
 from tests.tiny_vision import SPECIAL
 from tests.vision.test_conformance import Case
 

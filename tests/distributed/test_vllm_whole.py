@@ -10,15 +10,16 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from atomrl.engines.generation import generate
 from atomrl.engines.hf import HFEngine
-from atomrl.engines.requests import EngineOptions, generate
+from atomrl.engines.requests import EngineOptions
 from atomrl.engines.vllm import VLLMEngine
 from atomrl.models.loading import load_policy, load_tokenizer, model_weights
 from atomrl.protocols import WeightUpdate
 from atomrl.types import SamplingParams
 from atomrl.weight_sync.transfer import compare, dtypes_of, expected_hashes
-from tests.engines import logprobs_of, prompts_of, response
 from tests.models.test_whole_models import FAMILIES, TEXT
+from tests.prompts import logprobs_of, prompts_of, response
 from tests.tiny import make_tiny_tokenizer
 
 pytestmark = [

@@ -103,7 +103,7 @@ def test_an_environment_without_an_outcome_needs_a_reward(name):
         check_outcome(config)
 
 
-def test_gymnasium():
+def test_gymnasium_is_played_by_names_of_actions():
     pytest.importorskip("gymnasium")
     way = iter(["I go DOWN.", "hm", "not right: down", "right", "right", "down", "right"])
     said, rewards, outcome = played("gymnasium", LAKE, lambda said: next(way))
@@ -120,7 +120,7 @@ def test_gymnasium():
     assert "(R)" in said[0] and "<Y>" in said[0] and "[ ]" in said[0] and set(rewards[1:]) == {-1.0}
 
 
-def test_textarena():
+def test_textarena_shows_only_what_is_new():
     pytest.importorskip("textarena")
 
     def player(said):
@@ -136,7 +136,7 @@ def test_textarena():
     assert wrong[0] == wrong[1] and wrong[0][2] < 1 and "invalid move" in wrong[0][0][1]
 
 
-def test_textworld(tmp_path):
+def test_textworld_is_won_by_its_walkthrough(tmp_path):
     textworld = pytest.importorskip("textworld")
     options = textworld.GameOptions()
     options.nb_rooms, options.nb_objects, options.quest_length, options.seeds = 2, 3, 2, 5
@@ -147,7 +147,7 @@ def test_textworld(tmp_path):
     assert outcome == 1.0 and sum(reward or 0 for reward in rewards) == 0 and "TextWorld" in said[0]
 
 
-def test_skyrl_gym():
+def test_skyrl_gym_scores_a_second_try():
     pytest.importorskip("skyrl_gym")
     answers = iter(["It is 4.\n#### 4", "#### 3"])
     said, rewards, outcome = played(
@@ -156,7 +156,7 @@ def test_skyrl_gym():
     assert outcome == 1.0 and rewards == [pytest.approx(0.2 / 3)] and "tentative numeric answer" in said[0]
 
 
-def test_reasoning_gym():
+def test_reasoning_gym_gives_as_many_tries_as_set():
     pytest.importorskip("reasoning_gym")
     (row,) = generate("reasoning_gym:leg_counting", 1)
     given = {"prompt": row["prompt"], "truth": row["ground_truth"], "reasoning_gym": row["reasoning_gym"]}
@@ -200,7 +200,7 @@ uvicorn.run(create_fastapi_app(Game, Guess, Hint), host="127.0.0.1", port=int(sy
 """
 
 
-def test_openenv(tmp_path):
+def test_openenv_is_played_over_its_server(tmp_path):
     pytest.importorskip("openenv")
     (tmp_path / "game.py").write_text(OPENENV_SERVER)
     with socket.socket() as free:

@@ -10,7 +10,7 @@ from atomrl.config import EnvironmentConfig
 from atomrl.environments import pool as module
 from atomrl.environments.pool import EnvironmentPool
 from atomrl.environments.worker import EpisodeError
-from tests.environments.conftest import SAMPLING, make_prompts
+from tests.episodes import SAMPLING, make_prompts
 
 ONE = replace(SAMPLING, completions_per_prompt=2)
 

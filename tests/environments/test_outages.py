@@ -17,7 +17,7 @@ from atomrl.environments.builtin import retrieve
 from atomrl.environments.pool import EnvironmentPool
 from atomrl.environments.worker import EpisodeError
 from atomrl.types import Problem
-from tests.environments.conftest import SAMPLING, make_prompts
+from tests.episodes import SAMPLING, make_prompts
 from tests.rewards.services import Service, answer, drip, drop, half, send, slow
 
 SAMPLE = Problem(problem_id="s", prompt="p", ground_truth=None)

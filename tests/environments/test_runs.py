@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from atomrl.cli.main import main
 from atomrl.tracking.reading.lines import read_metrics
 from atomrl.tracking.recorder import Recorder
-from tests.loop.test_recovery import seen, stop_after, write_problems
+from tests.trainer.test_recovery import seen, stop_after, write_problems
 
 ROOT = Path(__file__).parents[2]
 PLAYED = ROOT / "tests" / "environments" / "played.py"
@@ -79,7 +79,7 @@ def test_killed_within_an_episode_it_ends_with_the_same_weights(folder):
 
 
 @pytest.mark.parametrize("more", [[], ["asynchronous.on_update=abort"], ["asynchronous.on_update=wait"]])
-def test_asynchronously(folder, more):
+def test_an_asynchronous_run_draws_each_problem_once_within_its_staleness(folder, more):
     arguments = ["asynchronous.max_staleness=2", "environment.args={seconds: 0.02}", *more]
     assert main(["train", "c.yaml", *arguments]) == 0
     rows = read_metrics(folder / "runs" / "run" / "metrics.jsonl")
@@ -88,7 +88,7 @@ def test_asynchronously(folder, more):
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "reinforce_pp", "rloo", "dapo", "gspo"])
-def test_other_algorithms(folder, algorithm):
+def test_other_algorithms_learn_from_episodes(folder, algorithm):
     assert main(["train", "c.yaml", f"algorithm={{name: {algorithm}}}", "train.steps=2"]) == 0
     rows = read_metrics(folder / "runs" / "run" / "metrics.jsonl")
     assert all(row["actor/grad_norm"] > 0 for row in rows)

@@ -70,7 +70,7 @@ def test_the_first_pair_of_tags_is_the_action(text, action):
     assert action_of(text) == action
 
 
-def test_an_episode(asked):
+def test_an_episode_searches_is_corrected_and_answers(asked):
     replies, over = played("<search> one </search>", "hm", "<search>two</search>", "<answer>A</answer>")
     assert over and [reply.label for reply in replies] == ["search", "invalid", "search"]
     assert replies[0].text == '\n\n<information>Doc 1(Title: "T1") x\ny</information>\n\n'

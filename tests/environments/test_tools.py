@@ -14,10 +14,10 @@ from unittest.mock import Mock
 import pytest
 
 from atomrl.config import ConfigError, EnvironmentConfig, ToolConfig, load_config
-from atomrl.data.problems import DataProcessor
+from atomrl.data.processor import DataProcessor
 from atomrl.engines.episodes import EpisodeEngine
 from atomrl.engines.fake import FakeEngine
-from atomrl.engines.requests import generate
+from atomrl.engines.generation import generate
 from atomrl.environments import tools as module
 from atomrl.environments.pool import CHARACTERS_PER_TOKEN, EnvironmentPool
 from atomrl.environments.tool_calls import FORMS, Call, find_calls, find_form
@@ -320,7 +320,7 @@ def test_a_call_that_the_template_writes_is_read_again(form, template):
     ("llama", '{"name": "Bob", "age": 5}', []),
     ("mistral", '[TOOL_CALLS]a[ARGS]{"x": 1}[TOOL_CALLS]b[ARGS]{}', ["a", "b"]),
 ])  # fmt: skip
-def test_formats(form, text, names):
+def test_calls_are_read_in_each_format(form, text, names):
     calls = find_calls(text, form, SCHEMAS)
     assert [call.name for call in calls] == names and not any(call.problem for call in calls)
 
@@ -426,7 +426,7 @@ def test_functions_that_cannot_be_tools_are_refused(tools, changes, template, wo
     ({}, "give either function or mcp"), ({"function": "a.b", "mcp": ["c"]}, "give either function or mcp"),
     ({"mcp": "python server.py"}, "a command as a list"), ({"mcp": ["a"], "args": {"b": 1}}, "args are for a function"),
 ])  # fmt: skip
-def test_the_section(tool, words):
+def test_a_tool_is_a_function_or_an_mcp_server(tool, words):
     with pytest.raises(ConfigError, match=words):
         config_of(tool)
     assert config_of("a.b").environment.function == "tools"

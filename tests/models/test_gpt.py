@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from atomrl.atoms.logprobs import token_entropy
 from atomrl.models import gpt
-from atomrl.models.gpt import GPT, new_gpt, unsupported
+from atomrl.models.decoder_spec import unsupported
+from atomrl.models.gpt import GPT, new_gpt
 
 SHAPE = {
     "vocab_size": 50,
@@ -55,7 +56,7 @@ def pair(config):
 
 @pytest.mark.parametrize("attention", ["bmm", "sdpa"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_equals_transformers(name, attention, monkeypatch):
+def test_logits_and_gradients_equal_those_of_transformers(name, attention, monkeypatch):
     monkeypatch.setattr(gpt, "BMM_MAX_TOKENS", 512 if attention == "bmm" else 0)
     ours, theirs = pair(CONFIGS[name])
     tokens = torch.randint(0, 50, (3, 17))

@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from atomrl.models import attention
-from atomrl.models.attention import PackedAttention, rotate, row_stream
+from atomrl.models.attention import PackedAttention, rotate
 from atomrl.models.gpt import Linear, fused_linear
-from atomrl.models.kernels import FusedLinear, RMSNormFunction, SwiGLUFunction, round_once
+from atomrl.models.kernel_switches import round_once
+from atomrl.models.kernels import FusedLinear, RMSNormFunction, SwiGLUFunction
+from atomrl.models.stream import row_stream
 
 ROWS, TOKENS, HEADS, KV_HEADS, SIZE = 2, 5, 4, 2, 6
 
@@ -70,14 +72,14 @@ NAMES = ["norm", "swiglu", "rotation", "attention", "rows"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_float64(name):
+def test_gradients_in_float64_are_those_of_finite_differences(name):
     ours, plain, arguments = cases(torch.float64)[name]
     torch.testing.assert_close(ours(*arguments), plain(*arguments))
     assert torch.autograd.gradcheck(ours, arguments)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bfloat16(name):
+def test_gradients_in_bfloat16_are_near_the_exact_ones(name):
     ours, plain, arguments = cases(torch.bfloat16)[name]
     exact = [a.detach().double().requires_grad_(a.requires_grad) if torch.is_tensor(a) else a for a in arguments]
     expected, actual = plain(*exact), ours(*arguments)

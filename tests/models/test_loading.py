@@ -14,12 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from atomrl.algorithms import objective_of
 from atomrl.config import ConfigError, load_config
 from atomrl.engines.hf import HFEngine
-from atomrl.engines.native import NativeEngine
+from atomrl.engines.native.engine import NativeEngine
 from atomrl.engines.requests import EngineOptions
 from atomrl.models import loading
 from atomrl.models.gpt import GPT, new_gpt
 from atomrl.models.loading import (
-    HFModel,
     compute_dtype,
     load_policy,
     load_tokenizer,
@@ -29,6 +28,7 @@ from atomrl.models.loading import (
     resolve_folder,
     save_model,
 )
+from atomrl.models.transformers_model import HFModel
 from atomrl.trainer.build import build_engine
 from atomrl.trainer.memory import memory_estimate
 from tests.models.gpt2 import TOKENS, save_gpt2
@@ -69,7 +69,7 @@ def test_saving_in_another_dtype_leaves_the_model_alone(tmp_path):
     assert model.head_weight.dtype == torch.float32
 
 
-def test_real_model(shared_dir):
+def test_a_real_model_has_the_logits_of_transformers(shared_dir):
     folder = shared_dir / "models" / "stories260k"
     policy = load_policy(folder, dtype="float32")
     tokens = torch.tensor([load_tokenizer(folder)("Once upon a time").input_ids])
@@ -100,7 +100,7 @@ def test_logits_that_the_head_alone_does_not_make_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "./nothing", "a/b/c"])
-def test_absent_folder(path):
+def test_a_folder_that_is_absent_is_named(path):
     with pytest.raises(ConfigError, match="does not exist"):
         load_policy(path)
 

@@ -14,7 +14,7 @@ from atomrl.engines.hf import HFEngine
 from atomrl.models.loading import fill_weights, load_policy, load_tokenizer, model_config_only, model_weights
 from atomrl.models.lora import adapter_state, adapter_weights, adapters_disabled, export, save_adapters
 from atomrl.trainer.build import build_engine
-from atomrl.trl.trainer import lora_section
+from atomrl.trl.inputs import lora_section
 from tests.models.gpt2 import TOKENS, save_gpt2
 from tests.tiny import make_tiny_model
 
@@ -89,7 +89,7 @@ def test_a_folder_of_adapters_is_loaded_as_the_merged_model(base, tmp_path):
         torch.testing.assert_close(head, with_adapter("model.layers.0.self_attn.o_proj.weight", weights, adapters))
 
 
-def test_export(tmp_path):
+def test_export_merges_adapters(tmp_path):
     base = make_tiny_model(tmp_path / "base")
     policy = adapted(base)
     save_adapters(policy, tmp_path / "adapter")
@@ -165,7 +165,7 @@ def test_frozen_weights_in_bfloat16_and_adapters_in_float32(base):
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in policy.parameters() if p.requires_grad)
 
 
-def test_unknown_target(tmp_path):
+def test_a_target_module_that_is_not_there_is_named(tmp_path):
     folder = make_tiny_model(tmp_path)
     with pytest.raises(ConfigError, match="nothing_like_it"):
         load_policy(folder, lora=LoraConfig(target_modules=["nothing_like_it"]))

@@ -6,15 +6,15 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from atomrl.algorithms import objective_of
 from atomrl.config import ConfigError, load_config
-from atomrl.engines.servers import cpu_cache_bytes
+from atomrl.engines.server_weights import cpu_cache_bytes
 from atomrl.models.loading import load_policy, load_transformers, model_config_only
 from atomrl.models.memory import activation_bytes_per_token, count_parameters, empty_model, widths
 from atomrl.models.shapes import auto_class, text_config
 from atomrl.planner.gpus import gpu_of
 from atomrl.planner.step_time import step_seconds
 from atomrl.trainer.memory import memory_by_phase
-from tests.models.test_memory import objective_of
 from tests.tiny import make_tiny_model
 
 SMALL = {"vocab_size": 102, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}

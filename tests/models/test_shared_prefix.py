@@ -12,11 +12,12 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from atomrl.atoms.logprobs import row_logprobs
 from atomrl.models import attention, gpt
-from atomrl.models import attention as shared_prefix
-from atomrl.models import kernels as cpp
-from atomrl.models.attention import Spans, make_stream, states_before
+from atomrl.models import kernel_library as cpp
+from atomrl.models import stream as shared_prefix
+from atomrl.models.attention import Spans
 from atomrl.models.gpt import GPT
-from atomrl.models.kernels import plain_formulas
+from atomrl.models.kernel_switches import plain_formulas
+from atomrl.models.stream import make_stream, states_before
 
 SHAPE = {
     "vocab_size": 23,
@@ -143,7 +144,7 @@ def test_attention_of_variable_length_equals_plain_rows(name, groups, kernel, mo
     holes=st.booleans(),
     checkpointing=st.booleans(),
 )
-def test_any_rows(groups, seed, holes, checkpointing):
+def test_any_groups_of_rows_have_the_states_of_plain_rows(groups, seed, holes, checkpointing):
     model = make_model()
     model.gradient_checkpointing = checkpointing
     rows = make_rows(groups, seed, holes)

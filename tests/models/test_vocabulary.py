@@ -93,7 +93,7 @@ def test_gpt2_is_the_hubs_and_without_a_network_says_how_to_continue(bpe, monkey
 
 
 @pytest.mark.parametrize("content", ["", "{}"])
-def test_damaged_files(bpe, tmp_path, content):
+def test_a_damaged_vocabulary_is_refused(bpe, tmp_path, content):
     folder = save_openai(bpe, tmp_path / "openai")
     (folder / "encoder.json").write_text(content)
     with pytest.raises(ConfigError, match="GPT-2 vocabulary"):

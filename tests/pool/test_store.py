@@ -10,7 +10,7 @@ from filelock import FileLock
 
 from atomrl.pool import store as sql
 from atomrl.pool import store as store
-from atomrl.pool.codec import LeaseLost, PoolError
+from atomrl.pool.errors import LeaseLost, PoolError
 from atomrl.pool.store import RolloutPool
 from tests.pool.made import Clock, follow_connections, group, settings
 
@@ -320,7 +320,7 @@ def test_a_lock_that_is_never_released_is_named(make, monkeypatch):
     assert pool.put([group(2)]) == 1
 
 
-def test_statistics(make, clock):
+def test_statistics_count_groups_tokens_versions_and_ages(make, clock):
     pool = make()
     pool.put([group(1, version=2), group(2, rewards=(1.0, 1.0))])
     clock.now += 5

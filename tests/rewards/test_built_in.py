@@ -62,7 +62,7 @@ def test_correctness_finds_the_ground_truth():
         correctness_reward(["", ""], texts, [None, 17])
 
 
-def test_penalties():
+def test_penalties_by_hand():
     texts = ["a b c d", "a a a a a", "A a b A a b", "a b", ""]
     assert repetition_penalty([""] * 5, texts) == [0.0, -2 / 3, -0.25, 0.0, 0.0]
     assert repetition_penalty([""], ["a a a"], ngram_size=1, max_penalty=-0.3) == pytest.approx([-0.2])

@@ -7,8 +7,10 @@ import json
 import pytest
 
 from atomrl.config import RewardConfig
+from atomrl.rewards.code_blocks import last_block
 from atomrl.rewards.compute import build_rewards
-from atomrl.rewards.programs import cases_of, code, last_block, same_output
+from atomrl.rewards.program_tests import cases_of
+from atomrl.rewards.programs import code, same_output
 from atomrl.types import Problem
 from tests.rewards.batches import failures, rollouts, values
 from tests.sandbox.attacks import ATTACKS, source_of
@@ -52,7 +54,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts(name, sandbox):
+def test_tests_of_each_layout_tell_right_from_wrong(name, sandbox):
     tests, program, row = LAYOUTS[name]
     assert score(program, tests, **row) == 1.0
     wrong = program.replace("a + b", "a + b + 1")
@@ -192,7 +194,7 @@ def test_no_score_is_no_zero(sandbox):
     assert slow == 0.0
 
 
-def test_another_column(sandbox):
+def test_tests_may_stand_in_another_column(sandbox):
     [score] = code([""], [block(FUNCTION)], [None], test_column="test_list", test_list=[["assert add(1, 2) == 3"]])
     assert score == 1.0
     with pytest.raises(ValueError, match="column 'tests'"):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from atomrl.rewards import search_r1_em
-from atomrl.rewards.verifiable import last_answer, normalised
+from atomrl.rewards.search_r1 import last_answer, normalised
 
 
 def score(text, truth):
@@ -90,5 +90,5 @@ def test_a_truth_that_is_none_is_named():
             score("<answer></answer>", truth)
 
 
-def test_normalised():
+def test_answers_are_normalised_before_they_are_compared():
     assert normalised("An  A-Team, the «best»!") == "ateam best"

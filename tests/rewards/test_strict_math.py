@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from atomrl.rewards.answers import answers_equal, parse_number, strict_math
+from atomrl.rewards.answers import answers_equal, parse_number
 from atomrl.rewards.format import (
     extract_answer,
     has_strict_format,
@@ -18,7 +18,7 @@ from atomrl.rewards.format import (
     strict_format,
     tagged_answer,
 )
-from atomrl.rewards.verifiable import exact_match, gsm8k
+from atomrl.rewards.verifiable import exact_match, gsm8k, strict_math
 
 
 def form(answer: str, think: str = "so") -> str:
@@ -80,13 +80,13 @@ WRONG_FORM = [
 
 
 @pytest.mark.parametrize("text", RIGHT_FORM)
-def test_right_form(text):
+def test_a_right_form_is_rewarded_by_its_answer(text):
     assert strict_math([""], [text], ["18"]) == strict_format([""], [text]) == [1.0]
     assert strict_math([""], [text], ["19"]) == [0.0] and has_strict_format(text)
 
 
 @pytest.mark.parametrize("text", WRONG_FORM)
-def test_wrong_form(text):
+def test_a_wrong_form_is_never_rewarded(text):
     assert strict_math([""], [text], ["18"]) == strict_format([""], [text]) == [0.0]
 
 
@@ -231,13 +231,13 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize(("answer", "truth"), EQUAL)
-def test_equal_answers(answer, truth):
+def test_equal_answers_are_right(answer, truth):
     assert answers_equal(answer, truth)
     assert strict_math([""], [form(answer)], [truth]) == [1.0]
 
 
 @pytest.mark.parametrize(("answer", "truth"), DIFFERENT)
-def test_different_answers(answer, truth):
+def test_different_answers_are_wrong(answer, truth):
     assert not answers_equal(answer, truth)
     assert strict_math([""], [form(answer)], [truth]) == [0.0]
 
@@ -274,7 +274,7 @@ def test_hostile_texts_cost_little(text):
     assert time.process_time() - start < 1
 
 
-def test_extract_answer():
+def test_the_last_complete_answer_is_taken():
     for text, answer in [
         ("<answer>1</answer> and <answer> 2 </answer> tail", "2"),
         ("<answer>1 #### 5", "5"),
@@ -289,13 +289,13 @@ def test_extract_answer():
     assert tagged_answer("</answer><answer>") is None and tagged_answer("a <answer></answer>") == ""
 
 
-def test_reasoning_text():
+def test_reasoning_is_the_text_between_its_tags():
     assert reasoning_text("x<think> a\nb </think>y") == "a\nb"
     assert reasoning_text("<think> still going") == "still going"
     assert reasoning_text("none") == ""
 
 
-def test_exact_match():
+def test_exact_match_compares_the_text_of_the_answer():
     completions = ["<answer> B </answer>", "b", "#### B", "\\boxed{B}", "B", "B."]
     assert exact_match([""] * 6, completions, ["B"] * 6) == [1.0, 0.0, 1.0, 1.0, 1.0, 0.0]
     assert exact_match([""] * 2, ["18", "18.0"], [18, 18]) == [1.0, 0.0]
@@ -390,7 +390,7 @@ def test_exact_match():
         ("", 0),
     ],
 )
-def test_gsm8k(completion, expected):
+def test_gsm8k_takes_the_last_number(completion, expected):
     assert gsm8k([""], [completion], ["18"]) == [expected]
     assert gsm8k([""], [completion], ["9 * 2 = <<9*2=18>>18\n#### 18"]) == [expected]
 

@@ -7,8 +7,8 @@ from fractions import Fraction
 
 import pytest
 
-from atomrl.rewards.answers import evaluate_arithmetic, is_tame_formula
-from atomrl.rewards.verifiable import countdown, reasoning_gym
+from atomrl.rewards.expressions import evaluate_arithmetic, is_tame_formula
+from atomrl.rewards.tasks import countdown, reasoning_gym
 
 
 def form(answer: str) -> str:
@@ -41,7 +41,7 @@ def form(answer: str) -> str:
         ("(" * 100 + "25", 0),
     ],
 )
-def test_countdown(answer, expected):
+def test_countdown_rewards_an_expression_of_its_numbers(answer, expected):
     assert countdown([""], [form(answer)], ["154"], numbers=[[3, 7, 25]]) == [expected]
 
 
@@ -63,7 +63,7 @@ def test_generated_solutions_score():
     assert sum(countdown([""] * 200, texts[1:] + texts[:1], **columns)) == 0
 
 
-def test_evaluate_arithmetic():
+def test_arithmetic_is_evaluated_exactly_and_nothing_else_is():
     assert evaluate_arithmetic("1/3 + 1/6") == (Fraction(1, 2), [1, 3, 1, 6])
     for text in ("1/0", "-1", "1e5", "0x10", "1j", "a", "1,2", "", "()", "2**3", "7//2", "1 if 1 else 2", "1\n+1",
                  "9" * 201, "1+" * 99 + "1", "(" * 199):  # fmt: skip
@@ -114,7 +114,7 @@ needs_reasoning_gym = pytest.mark.skipif(
 @needs_reasoning_gym
 def test_no_answer_is_run(tmp_path):
     from atomrl.data.tasks import generate
-    from atomrl.rewards.verifiable import ARITHMETIC_TASKS, FORMULA_TASKS, LITERAL_TASKS
+    from atomrl.rewards.tasks import ARITHMETIC_TASKS, FORMULA_TASKS, LITERAL_TASKS
 
     witness = tmp_path / "witness"
     attack = f"__import__('pathlib').Path({str(witness)!r}).touch()"

@@ -1,3 +1,5 @@
+"""The folder of a run: how it is begun, what is written to it, what is kept, and how a run goes on in it."""
+
 import json
 import math
 import subprocess
@@ -11,8 +13,8 @@ from safetensors.torch import save_file
 
 from atomrl.cli.training import ADVICE
 from atomrl.config import ConfigError, load_config
-from atomrl.tracking.checkpoints import stopping_changes
 from atomrl.tracking.reading.lines import read_metrics
+from atomrl.tracking.resuming import stopping_changes
 from atomrl.tracking.run_directory import RunDirectory, rollout_rows
 from tests.pool.made import rich_episode
 from tests.tracking.helpers import make_config, make_scored
@@ -83,7 +85,7 @@ def test_metrics_load_in_pandas(tmp_path):
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-def test_rollout_rows(tmp_path):
+def test_rollouts_are_written_as_rows(tmp_path):
     run = RunDirectory.create(make_config(tmp_path))
     run.write_rows(10, rollout_rows(10, make_scored(), {0: 0.7, 1: -0.7, 2: 0.0}), "train")
     text = (run.path / "rollouts" / "step_000010" / "train.jsonl").read_text(encoding="utf-8")

@@ -1,3 +1,5 @@
+"""Trackers get the metrics of a run, here without a network; one that fails is named."""
+
 import json
 import os
 import sqlite3
@@ -7,7 +9,7 @@ import sys
 import pytest
 
 from atomrl.config import ConfigError
-from atomrl.tracking import recorder as sinks
+from atomrl.tracking import sinks
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import RunDirectory
 from tests.tracking.helpers import make_config, make_scored
@@ -27,11 +29,11 @@ def test_tensorboard_has_scalars_and_samples(tmp_path):
     assert "samples/0/text_summary" in events.Tags()["tensors"]
 
 
-def test_wandb_offline(tmp_path):
+def test_wandb_gets_the_metrics_offline(tmp_path):
     """In a process of its own: wandb keeps global state and a service."""
     script = f"""
 from tests.tracking.helpers import make_config, make_scored
-from atomrl.tracking import recorder as sinks
+from atomrl.tracking import sinks
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import RunDirectory
 sinks.PATIENCE_S = 600.0  # a busy machine takes its time to import it
@@ -56,7 +58,7 @@ with Recorder(config, RunDirectory.create(config)) as recorder:
     ]
 
 
-def test_mlflow_offline(tmp_path, monkeypatch):
+def test_mlflow_gets_the_metrics_offline(tmp_path, monkeypatch):
     tracking = pytest.importorskip("mlflow.tracking", reason="MLflow is not installed: pip install 'atomrl[mlflow]'")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setattr(sinks, "PATIENCE_S", 600.0)  # which a busy machine takes to make its database
@@ -76,12 +78,12 @@ def test_mlflow_offline(tmp_path, monkeypatch):
     assert json.loads(samples.read_text())["samples"][0]["completion"] == "<b>"
 
 
-def test_trackio_offline(tmp_path):
+def test_trackio_gets_the_metrics_offline(tmp_path):
     """In a process of its own: it reads where its store is when it is imported."""
     pytest.importorskip("trackio", reason="trackio is not installed: pip install 'atomrl[trackio]'")
     script = f"""
 from tests.tracking.helpers import make_config, make_scored
-from atomrl.tracking import recorder as sinks
+from atomrl.tracking import sinks
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import RunDirectory
 sinks.PATIENCE_S = 600.0  # a busy machine takes its time to import it

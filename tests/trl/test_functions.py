@@ -192,7 +192,7 @@ def test_what_cannot_be():
 
 
 @pytest.mark.parametrize("name", FIVE)
-def test_help_teaches(name):
+def test_help_has_paper_arguments_errors_and_an_example(name):
     text = inspect.getdoc(getattr(facade, name))
     for part in ("arXiv:", "Args:", "Returns:", "Raises:", "Example:", ">>> ", "[B"):
         assert part in text, part

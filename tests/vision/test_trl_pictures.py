@@ -69,29 +69,30 @@ def test_grpo_trains_on_pictures(model, given):
     before = load_file(model / "model.safetensors")
     after = weights(trainer.train())
     assert all(seen) and len(seen) >= 2
-    assert any("the vision tower" in note for note in trainer.notes())
     changed = {name for name in before if not before[name].equal(after[name])}
-    assert changed and not any("visual" in name for name in changed)
+    assert any("visual" in name for name in changed) and any("layers" in name for name in changed)
 
 
 def test_pictures_may_come_after_rows_of_text(model):
     rows = [{"prompt": "what?"}, {"prompt": [ASKED], "image": picture(1)}]
     config = GRPOConfig("out", num_generations=2, **SMALL)
-    trainer = GRPOTrainer(str(model), reward_funcs=letter_reward, args=config, train_dataset=rows)
-    assert any("the vision tower" in note for note in trainer.notes())
+    GRPOTrainer(str(model), reward_funcs=letter_reward, args=config, train_dataset=rows)
     rows.append({"prompt": [ASKED], "images": ["gone.png"]})
     with pytest.raises(DataError, match=r"gone\.png"):
         GRPOTrainer(str(model), reward_funcs=letter_reward, args=config, train_dataset=rows)
 
 
 def test_sft_of_a_model_given_with_its_processor_sees_the_picture(model):
+    """Its tower is frozen, and stays as it is."""
     processor = Processor(load_tokenizer(model), AutoImageProcessor.from_pretrained(model, backend="pil"))
     trained = []
     for seed in (1, 2):
         loaded = AutoModelForImageTextToText.from_pretrained(model)
+        loaded.model.visual.requires_grad_(False)
         rows = [{"messages": [ASKED, ANSWER], "images": [picture(seed)]}] * 2
         trainer = SFTTrainer(
             loaded, args=SFTConfig(f"out-{seed}", **SMALL), train_dataset=rows, processing_class=processor
         )
         trained.append(weights(trainer.train()))
-    assert any(not trained[0][name].equal(trained[1][name]) for name in trained[0])
+    changed = [name for name in trained[0] if not trained[0][name].equal(trained[1][name])]
+    assert changed and not any("visual" in name for name in changed)

@@ -10,8 +10,8 @@ from atomrl.backends.fsdp import FSDPBackend
 from atomrl.batches import select_rows
 from atomrl.common.metrics import values
 from atomrl.config import FSDPConfig, ModelConfig, TrainConfig
-from tests.training.batches import weights_of
-from tests.training.equality import run_ranks
+from tests.backends.batches import weights_of
+from tests.backends.equality import run_ranks
 from tests.vision.test_conformance import Case
 
 TRAINED = {"frozen": True, "trained": False}
