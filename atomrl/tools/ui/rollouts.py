@@ -12,7 +12,16 @@ import numpy as np
 from atomrl.tools.ui.catalog import number
 from atomrl.tracking.reading import Run
 from atomrl.tracking.reading.lines import ReadError
-from atomrl.tracking.reading.rollouts import SPLITS, Ints, Order, RolloutFilter, RolloutIndex, TokenTable, token_texts
+from atomrl.tracking.reading.rollouts import (
+    IMAGES,
+    SPLITS,
+    Ints,
+    Order,
+    RolloutFilter,
+    RolloutIndex,
+    TokenTable,
+    token_texts,
+)
 
 # --------------------------------------------------------------------------------------------------------------------
 # Recorded tokens of a completion.
@@ -361,9 +370,10 @@ def group(index: RolloutIndex, step: int, split: str, place: int) -> dict[str, A
 
 
 def images_of(row: Mapping[str, Any]) -> list[str]:
-    """Return the names of the pictures of a row's prompt."""
+    """Return the names of the pictures of a row's prompt, without their folder."""
     images = row.get("images")
-    return [name for name in images if is_picture(name)] if isinstance(images, list) else []
+    names = [str(path).removeprefix(f"{IMAGES}/") for path in images] if isinstance(images, list) else []
+    return [*filter(is_picture, names)]
 
 
 def is_picture(name: Any) -> bool:
