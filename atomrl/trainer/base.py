@@ -47,6 +47,7 @@ from atomrl.trainer.cluster import describe_cluster, open_cluster
 from atomrl.trainer.loop import Callback, Progress, Training, fit
 from atomrl.trainer.memory import memory_estimate, rank_choices
 from atomrl.trainer.report.metrics import why_no_update
+from atomrl.types import Problem
 
 # --------------------------------------------------------------------------------------------------------------------
 # Watchdog of a run's own process.
@@ -179,6 +180,8 @@ class PreparedRun(ABC):
     """The keys of the config as it was loaded."""
     images: ImageStore | None = None
     """Pictures of the data; None: the model reads text alone."""
+    problems: Sequence[Problem] = ()
+    """Rows to train on; none where the data are plain text."""
 
     @property
     @abstractmethod
