@@ -1,22 +1,26 @@
 """Resolve `trl` and `unsloth` to AtomRL's modules: a finder on `sys.meta_path`, in a process and all that it starts.
 
 `atomrl run` sets `VARIABLE`; every process that imports `atomrl` with it (workers of rewards, ranks) installs the
-finder too.
+finder too, and every other Python process that starts with `PROCESSES` on its path.
 """
 
 import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 VARIABLE = "ATOMRL_RUN"
 SOURCES = {"trl": "atomrl.trl", "unsloth": "atomrl.trl.unsloth"}
 """Package -> the module with its names."""
+PROCESSES = str(Path(__file__).parent / "trl" / "processes")
+"""Folder with the module that Python imports when it starts."""
 
 
 def absent(package: str, name: str, reason: str) -> Exception:
@@ -41,6 +45,18 @@ class _Served(ModuleType):
             raise ImportError(str(error), name=package) from None
 
 
+class _Package(Distribution):
+    """The package `trl` for `importlib.metadata.version`, in the version that `trl.__version__` has."""
+
+    def read_text(self, filename: str) -> str | None:
+        if filename != "METADATA":
+            return None
+        return f"Metadata-Version: 2.1\nName: trl\nVersion: {importlib.import_module(SOURCES['trl']).__version__}\n"
+
+    def locate_file(self, path: Any) -> Any:
+        raise FileNotFoundError(path)
+
+
 class Finder(MetaPathFinder, Loader):
     """Finds `trl`, `unsloth` and their submodules. A submodule has the names of the whole package."""
 
@@ -50,6 +66,10 @@ class Finder(MetaPathFinder, Loader):
         if package not in SOURCES or not re.fullmatch(r"[a-z0-9_.]+", fullname):
             return None
         return ModuleSpec(fullname, self, is_package=True)
+
+    def find_distributions(self, context: DistributionFinder.Context) -> Iterable[Distribution]:
+        """Return the package `trl` where it is asked for."""
+        return [_Package()] if context.name == "trl" else []
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return a module that looks its names up."""
@@ -64,5 +84,8 @@ class Finder(MetaPathFinder, Loader):
 def install() -> None:
     """Redirect imports of this process, and of those that it starts."""
     os.environ[VARIABLE] = "1"
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if PROCESSES not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([PROCESSES, *paths])
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())

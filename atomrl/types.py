@@ -7,7 +7,7 @@ From there on it is tensors: `atomrl/batches.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -50,6 +50,9 @@ class Reply:
     """Reward of the model turn before it, in addition to the outcome."""
     label: str = ""
     """Kind of reply, such as `search` or `invalid`; counted in `environment/replies/LABEL`."""
+    images: Sequence[Any] = ()
+    """Pictures, one for each `<image>` in the text, or before the text if it has none: images of Pillow, the bytes of
+    files, or paths. `environment.images` allows them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +75,8 @@ class Turn:
     sees_from: int = 0
     """Index of the oldest turn in the context of this one. Earlier turns had been dropped (`environment.when_full`);
     the prompt and the opening are always in the context."""
+    images: tuple[Image, ...] = ()
+    """Pictures of the reply, in the order of their tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +102,13 @@ class Episode:
     """Error message of the failure."""
     opening: str = ""
     """Text of the environment before the first model turn."""
+    opening_images: tuple[Image, ...] = ()
+    """Pictures of `opening`."""
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """Pictures of all replies, in order."""
+        return (*self.opening_images, *(image for turn in self.turns for image in turn.images))
 
     @property
     def turn_rewards(self) -> tuple[tuple[int, float], ...]:
@@ -127,7 +139,7 @@ class Message(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class Image:
-    """A picture of a row: a reference, never its pixels.
+    """A picture of a row or of an environment's reply: a reference, never its pixels.
 
     Example:
         >>> Image(name="9f86d0.png", height=20, width=30, folder="runs/a/images").path
@@ -392,6 +404,11 @@ class Trajectory:
     def turn(self) -> str:
         """The assistant's turn as rewards read it: `opening` and `text`."""
         return self.opening + self.text
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """Pictures of the prompt and of the environment's replies, in the order of their tokens."""
+        return self.problem.images + (() if self.episode is None else self.episode.images)
 
     @property
     def trajectory_id(self) -> str:

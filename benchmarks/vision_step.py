@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -57,7 +58,8 @@ data = Dataset.from_dict({
 config = GRPOConfig(
     output_dir=folder + "/out", per_device_train_batch_size=pictures * completions, num_generations=completions,
     max_completion_length=32, max_steps=steps + 1, learning_rate=1e-6, beta=0.0, report_to="none", logging_steps=1,
-    save_strategy="no", bf16=False, use_cpu=True, gradient_checkpointing=False, generation_kwargs={"min_new_tokens": 32},
+    save_strategy="no", bf16=False, use_cpu=True, gradient_checkpointing=False,
+    generation_kwargs={"min_new_tokens": 32},
 )
 tokenizer = AutoTokenizer.from_pretrained(folder)
 processor = Processor(
@@ -125,6 +127,7 @@ def run(kind: str, folder: Path, arguments: argparse.Namespace) -> list[float]:
     """Return the seconds of each step but the first, in a process of its own."""
     script, result = folder / "script.py", folder / "result.json"
     script.write_text(SCRIPT)
+    shutil.rmtree(folder / "out", ignore_errors=True)
     sizes = [str(folder), *map(str, (arguments.pictures, arguments.completions, arguments.steps))]
     path = str(ROOT)
     if kind == "TRL":

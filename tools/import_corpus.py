@@ -2,8 +2,8 @@
 
     python tools/import_corpus.py CHECKOUTS [--fetch] [--out docs/development/import_corpus.md]
 
-`CHECKOUTS` holds a checkout of each repository that `tools/import_corpus.txt` names, at its commit; `--fetch` clones
-those that are missing from GitHub. Each file of a pattern there is imported, and the table has its result: the kind of
+`CHECKOUTS` holds a checkout of each repository that `tools/import_corpus.txt` names, at its commit; `--fetch` brings
+them there from GitHub. Each file of a pattern there is imported, and the table has its result: the kind of
 run, the number of steps left to the user, or the error. Nothing in the files is executed.
 """
 
@@ -18,35 +18,52 @@ from atomrl.config import ConfigError
 from atomrl.tools.importers import import_config
 
 LIST = Path(__file__).with_suffix(".txt")
+READ = "*.sh", "*.yaml", "*.yml", "*.py", "*.jinja"
 
 
-def fetch(checkouts: Path) -> None:
-    """Clone the repositories of the list that are missing, and check out their commits."""
+def fetch(checkouts: Path, source: str = "https://github.com") -> None:
+    """Bring each repository of the list to its commit. Only files that an importer may read are written."""
     for line in LIST.read_text().splitlines():
         name, _, commit = line.partition(" ")[0].partition("@")
-        folder = checkouts / name.replace("/", "+")
-        if not commit or folder.exists():
+        if not commit:
             continue
-        clone = ["git", "clone", "--quiet", "--filter=blob:none", "--no-checkout"]
-        subprocess.run([*clone, f"https://github.com/{name}", str(folder)], check=True)
-        subprocess.run(["git", "-C", str(folder), "checkout", "--quiet", commit], check=True)
+        folder = checkouts / name.replace("/", "+")
+        if not folder.exists():
+            git("clone", "--quiet", "--filter=blob:none", "--no-checkout", f"{source}/{name}", str(folder))
+        git("-C", str(folder), "sparse-checkout", "set", "--no-cone", *READ)
+        git("-C", str(folder), "checkout", "--quiet", commit)
+
+
+def git(*words: str) -> str:
+    """Return what git prints.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    done = subprocess.run(["git", *words], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"git {' '.join(words)}: failed")
+    return done.stdout.strip()
 
 
 def listed(checkouts: Path) -> Iterator[tuple[str, str, Path]]:
     """Yield (repository, path within it, path on this machine) of each file of the list.
 
     Raises:
-        SystemExit: a pattern matches no file.
+        SystemExit: a repository is not at its commit, or a pattern matches no file.
     """
     for line in LIST.read_text().splitlines():
         repository, _, pattern = line.partition(" ")
         if not line or line.startswith("#"):
             continue
-        root = checkouts / repository.partition("@")[0].replace("/", "+")
+        name, _, commit = repository.partition("@")
+        root = checkouts / name.replace("/", "+")
+        if not root.is_dir() or not git("-C", str(root), "rev-parse", "HEAD").startswith(commit):
+            raise SystemExit(f"{root} is not at {commit} of {name}: --fetch brings it there")
         text, _, unless = pattern.partition(" ")
         files = [path for path in sorted(root.glob(text)) if not unless or re.search(unless, path.read_text())]
         if not files:
-            raise SystemExit(f"{root} has no {text}: check out {repository} there")
+            raise SystemExit(f"{repository} has no {text}")
         yield from ((repository, str(path.relative_to(root)), path) for path in files)
 
 
@@ -67,7 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Score atomrl import on public files.")
     parser.add_argument("checkouts", type=Path)
     parser.add_argument("--out", type=Path, default=Path("docs/development/import_corpus.md"))
-    parser.add_argument("--fetch", action="store_true", help="clone the repositories that are missing")
+    parser.add_argument("--fetch", action="store_true", help="bring the repositories to their commits, from GitHub")
     arguments = parser.parse_args()
     if arguments.fetch:
         fetch(arguments.checkouts)

@@ -207,8 +207,8 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple
     _, lengths = processor.filter_overlong(report.problems)
     prefix = tokenizer.encode(response_prefix, add_special_tokens=False)
     config = within_context(config, min(max(lengths), processor.max_prompt_tokens) + len(prefix))
+    check_image_engine(config, images)
     if images:
-        check_image_engine(config)
         images.write()
     engine = build_engine(config, model_path(config), tokenizer, images=reader)
     try:
@@ -271,7 +271,16 @@ def complete_prompt(arguments: argparse.Namespace) -> int:
     """Print the completions; exit code 1 if an episode failed."""
     check_inputs(arguments)
     from atomrl.engines.requests import generate
-    from atomrl.trainer.build import build_engine, eval_sampling, model_path, policy_tokenizer, processor
+    from atomrl.trainer.build import (
+        build_engine,
+        eval_sampling,
+        image_reader,
+        image_store,
+        model_path,
+        policy_tokenizer,
+        processor,
+    )
+    from atomrl.trainer.checks.data import check_image_engine
     from atomrl.trainer.checks.environment import check_environment, with_tools
 
     config = generate_config(arguments)
@@ -279,9 +288,11 @@ def complete_prompt(arguments: argparse.Namespace) -> int:
     tokenizer = policy_tokenizer(config)
     config = with_tools(config, tokenizer)
     check_environment(config, tokenizer)
+    images = image_store(config, image_reader(config, model_path(config)))
+    check_image_engine(config, images)
     (prompt,) = processor(config, tokenizer).to_prompts([("prompt", problem)])
     config = within_context(config, len(prompt.token_ids))
-    engine = build_engine(config, model_path(config), tokenizer)
+    engine = build_engine(config, model_path(config), tokenizer, images=images.reader if images else None)
     try:
         completions = generate(engine, [prompt], eval_sampling(config))
     finally:
@@ -353,9 +364,11 @@ def conversation(episode: Episode) -> Iterator[str]:
         yield from (f"> {line}" for line in printable(text).strip("\n").splitlines())
 
     yield from quoted(episode.opening)
+    yield from (f"> picture: {image.path}" for image in episode.opening_images)
     for turn in episode.turns:
         yield printable(turn.text)
         yield from quoted(turn.reply)
+        yield from (f"> picture: {image.path}" for image in turn.images)
     ended = {"environment": "by the environment", "turns": "at environment.max_turns", "failed": "by a failure"}
     outcome = "" if episode.outcome is None else f", outcome {episode.outcome:g}"
     why = f": {episode.failure}: {printable(episode.message)}" if episode.failure else ""

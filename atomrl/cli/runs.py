@@ -182,6 +182,7 @@ def format_full(row: dict[str, Any]) -> str:
     """Format prompt, completion (of an episode, turn by turn), ground truth and rewards in full."""
     from atomrl.common.terminal import printable
     from atomrl.tracking.console import by_turn
+    from atomrl.tracking.reading.rollouts import IMAGES
 
     numbers = {
         key: row.get(key) for key in ("reward", "reward_parts", "advantage", "completion_tokens", "finish_reason")
@@ -191,7 +192,7 @@ def format_full(row: dict[str, Any]) -> str:
     if isinstance(prompt, list):
         prompt = "\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in prompt if isinstance(turn, dict))
     episode = row.get("episode")
-    pictures = [f"picture: {path}" for path in images] if isinstance(images := row.get("images"), list) else []
+    pictures = [f"picture: {IMAGES}/{name}" for name in images] if isinstance(images := row.get("images"), list) else []
     try:
         completion = row.get("completion") if episode is None else by_turn(episode, whole=True).plain
     except (AttributeError, KeyError, TypeError, ValueError):  # of another program or version

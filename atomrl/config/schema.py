@@ -137,7 +137,9 @@ class EnvironmentConfig(Section):
     when_full: Literal["end", "drop_oldest"] = "end"
     """If there is no room for another turn: `end` the episode, or `drop_oldest` turns from the model's context."""
     max_reply_tokens: int = Field(512, ge=1)
-    """Maximum tokens of one reply of the environment; longer replies are truncated."""
+    """Maximum tokens of one reply of the environment; longer replies are truncated, those with pictures fail."""
+    images: bool = False
+    """Replies may have pictures (`Reply.images`)."""
     timeout_s: float = Field(30.0, gt=0)
     """Time limit of one reply of the environment."""
     wait_s: float = Field(600.0, ge=0)

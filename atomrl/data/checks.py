@@ -93,9 +93,7 @@ class DataReport:
             lengths = sorted(len(p) if isinstance(p, str) else sum(len(turn["content"]) for turn in p) for p in prompts)
             shown = {"prompt": _words(first.prompt)} | _answers(self.kind, first)
             lines += [f"first {name}: {str(value)[:200]!r}" for name, value in shown.items()]
-            lines += [
-                f"first row's picture: {image.source}, {image.width} x {image.height} pixels" for image in first.images
-            ]
+            lines += [f"first picture: {each.source}, {each.width} x {each.height} pixels" for each in first.images]
             at = [f"{name} {lengths[min(len(lengths) * q // 100, len(lengths) - 1)]}" for q, name in _QUANTILES.items()]
             lines.append("prompt characters: " + ", ".join(at))
         if self.kind == PROBLEMS and self.problems:

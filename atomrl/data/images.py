@@ -6,10 +6,7 @@ rollout pool and the records need no other file. `image_reader.ImageReader` turn
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
-import io
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,12 +19,10 @@ from atomrl.common.files import write_bytes
 from atomrl.data.columns import IMAGES, PLACE
 from atomrl.data.files import DataError, RawRow
 from atomrl.data.image_reader import ImageReader
-from atomrl.data.pictures import SUFFIXES, decoded, opened
+from atomrl.data.pictures import SUFFIXES, content_of, decoded, opened
 from atomrl.data.stored import Records
 from atomrl.types import Image, Problem
 
-STARTS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "Qk0")
-"""First characters of PNG, JPEG, GIF, WebP and BMP files in base64."""
 INDEX = "index.json"
 """File in the folder of pictures: path -> name, for a resumed run whose files are gone."""
 THUMBNAIL = 96
@@ -40,14 +35,22 @@ class ImageStore:
         folder: folder of the run's pictures; nothing is written before `write`.
         field: column with pictures; None: `images` or `image`.
         reader: of the model, which checks that it can read a picture; None: not checked.
+        replies: the replies of an environment may have pictures too.
     """
 
-    def __init__(self, folder: str | Path, field: str | None = None, reader: ImageReader | None = None) -> None:
-        self.folder, self.field, self.reader = Path(folder), field, reader
+    def __init__(
+        self,
+        folder: str | Path,
+        field: str | None = None,
+        reader: ImageReader | None = None,
+        replies: bool = False,
+    ) -> None:
+        self.folder, self.field, self.reader, self.replies = Path(folder), field, reader, replies
         self._contents: dict[str, Path | int] = {}
         """Name -> its file, or its place among the records."""
         self._records = Records()
         self._images: dict[str, Image] = {}
+        """SHA-256 -> picture."""
         self._read: dict[Path, tuple[tuple[int, int], Image]] = {}
         """File -> its time and size, and the picture: a data set may name a file in many rows."""
         self._paths: dict[str, str] = {}
@@ -57,15 +60,21 @@ class ImageStore:
             self._stored = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
 
     def __len__(self) -> int:
-        """Number of distinct pictures."""
+        """Number of distinct pictures of the data."""
         return len(self._images)
+
+    def __bool__(self) -> bool:
+        """True if rows have pictures, or may get some from an environment."""
+        return bool(self._images) or self.replies
 
     def describe(self) -> list[str]:
         """Describe the pictures, for a dry run; empty without any."""
-        if not self._images or self.reader is None:
-            return []
-        sizes = [self.reader.tokens(image) for image in self._images.values()]
-        return [f"pictures: {len(sizes)} distinct, of {min(sizes)} to {max(sizes)} tokens; their rows are padded"]
+        lines = ["pictures: replies of the environment may have some; their rows are padded"] if self.replies else []
+        if self._images and self.reader is not None:
+            sizes = [self.reader.tokens(image) for image in self._images.values()]
+            found = f"{len(sizes)} distinct, of {min(sizes)} to {max(sizes)} tokens"
+            lines.append(f"pictures: {found}; their rows are padded")
+        return lines
 
     def row(self, raw: RawRow) -> dict[str, Any]:
         """Return a row with its pictures as a tuple in the column `images`, and `<image>` for each in its messages.
@@ -97,34 +106,17 @@ class ImageStore:
         return tuple(pictures)
 
     def _one(self, value: Any, place: str, folder: Path) -> Image:
-        if isinstance(value, Mapping):
-            content, path = value.get("bytes"), value.get("path")
-            value = content if content is not None else path
-        if isinstance(value, str) and value.startswith("data:"):
-            head, _, text = value.partition(",")
-            if not head.endswith(";base64"):
-                raise DataError(f"the URL {value[:30]!r} is not in base64")
-            value = _from_base64(text)
-        elif isinstance(value, str) and value.startswith(STARTS) and len(value) > 40:
-            value = _from_base64(value)
-        elif isinstance(value, str):
-            return self._file(value, folder)
-        elif hasattr(value, "save") and hasattr(value, "mode"):  # an image of Pillow, of a data set in memory
-            buffer = io.BytesIO()
-            value.save(buffer, "PNG")
-            value = buffer.getvalue()
-        if not isinstance(value, bytes | bytearray):
-            raise DataError(f"must be a path, bytes, base64 or an image of datasets, not {type(value).__name__}")
-        image = self._checked(bytes(value), place)
+        content = content_of(value)
+        if isinstance(content, str):
+            return self._file(content, folder)
+        image = self._checked(content, place)
         if image.name not in self._contents:
             self._contents[image.name] = len(self._records)
-            self._records.append(bytes(value))
+            self._records.append(content)
         return image
 
     def _file(self, text: str, folder: Path) -> Image:
-        if text.startswith(("http://", "https://")):
-            raise DataError(f"{text[:80]} is on the web: download the pictures, and give their paths")
-        path = (folder / text.removeprefix("file://")).absolute()
+        path = (folder / text).absolute()
         try:
             status = path.stat()
             if path in self._read and self._read[path][0] == (status.st_mtime_ns, status.st_size):
@@ -142,21 +134,10 @@ class ImageStore:
         return image
 
     def _checked(self, content: bytes, source: str) -> Image:
-        """Return the reference of a picture, which is decoded once to see that it can be."""
-        digest, picture = hashlib.sha256(content).hexdigest(), opened(content)
-        name = f"{digest}.{SUFFIXES[picture.format]}"
-        if name not in self._images:
-            if not (self.folder / name).is_file():  # else an earlier attempt of the run has decoded it
-                decoded(content)
-            if picture.format == "TIFF":
-                picture.load()  # which turns it
-            turned = picture.getexif().get(0x0112) in (5, 6, 7, 8)
-            width, height = reversed(picture.size) if turned else picture.size
-            image = Image(name=name, height=height, width=width, source=source, folder=str(self.folder.absolute()))
-            if self.reader is not None:
-                self.reader.tokens(image)
-            self._images[name] = image
-        return replace(self._images[name], source=source)
+        digest = hashlib.sha256(content).hexdigest()
+        if digest not in self._images:
+            self._images[digest] = reference(content, source, self.folder, self.reader)
+        return replace(self._images[digest], source=source)
 
     def content(self, name: str) -> bytes:
         """Return the bytes of a picture's file.
@@ -186,7 +167,7 @@ class ImageStore:
         if not self._images:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name in self._images:
+        for name in [image.name for image in self._images.values()]:
             if not (self.folder / name).is_file():
                 write_bytes(self.folder / name, self.content(name))
         if self._stored != (known := self._stored | self._paths):
@@ -201,6 +182,32 @@ class ImageStore:
         moved = tuple(replace(image, folder=str(folder)) for image in problem.images)
         columns = {**problem.columns, IMAGES: [image.path for image in moved]} if moved else problem.columns
         return replace(problem, images=moved, columns=columns)
+
+
+def reference(content: bytes, source: str, folder: Path, reader: ImageReader | None) -> Image:
+    """Return the reference of a picture, which is decoded once to see that it can be.
+
+    Args:
+        content: the bytes of its file.
+        source: origin, for messages.
+        folder: folder of the run's pictures. The file is not written.
+        reader: checks that the model can read it; None: not checked.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    picture = opened(content)
+    name = f"{hashlib.sha256(content).hexdigest()}.{SUFFIXES[picture.format]}"
+    if not (folder / name).is_file():  # else it has been decoded before
+        decoded(content)
+    if picture.format == "TIFF":
+        picture.load()  # which turns it
+    turned = picture.getexif().get(0x0112) in (5, 6, 7, 8)
+    width, height = reversed(picture.size) if turned else picture.size
+    image = Image(name=name, height=height, width=width, source=source, folder=str(folder.absolute()))
+    if reader is not None:
+        reader.tokens(image)
+    return image
 
 
 def _listed(value: Any) -> list[Any]:
@@ -231,8 +238,3 @@ def _without_parts(message: Any, found: list[Any]) -> Any:
             part = {"type": "text", "text": PLACE}
         parts.append(part)
     return {**message, "content": parts}
-
-
-def _from_base64(text: str) -> bytes:
-    with reraise_as(DataError, "not valid base64", binascii.Error, ValueError):
-        return base64.b64decode(text, validate=True)

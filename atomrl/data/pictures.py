@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import io
+import os
+from collections.abc import Mapping
 from typing import Any
 
 from atomrl.common.errors import reraise_as
@@ -10,6 +14,8 @@ from atomrl.data.files import DataError
 
 SUFFIXES = {"PNG": "png", "JPEG": "jpg", "MPO": "jpg", "WEBP": "webp", "GIF": "gif", "BMP": "bmp", "TIFF": "tiff"}
 """Formats that are read, by Pillow's name, and the suffixes of their files in the run's folder."""
+STARTS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "Qk0")
+"""First characters of PNG, JPEG, GIF, WebP and BMP files in base64."""
 MOST_PIXELS = 100_000_000
 """Most pixels of a picture: decoded, it takes three bytes for each."""
 
@@ -23,6 +29,45 @@ def pillow() -> Any:
     with reraise_as(DataError, "pictures need Pillow: pip install 'atomrl[vision]'", ImportError):
         from PIL import Image as module
     return module
+
+
+def content_of(value: Any) -> bytes | str:
+    """Return the bytes of the file of a picture, or its path.
+
+    Args:
+        value: bytes, base64, a data URL, a path, an image of Pillow, or a mapping of `datasets` with bytes or a path.
+
+    Raises:
+        DataError: it is something else, or an address on the web.
+    """
+    if isinstance(value, Mapping):
+        content, path = value.get("bytes"), value.get("path")
+        value = content if content is not None else path
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, str) and value.startswith("data:"):
+        head, _, text = value.partition(",")
+        if not head.endswith(";base64"):
+            raise DataError(f"the URL {value[:30]!r} is not in base64")
+        return _from_base64(text)
+    if isinstance(value, str) and value.startswith(STARTS) and len(value) > 40:
+        return _from_base64(value)
+    if isinstance(value, str) and value.startswith(("http://", "https://")):
+        raise DataError(f"{value[:80]} is on the web: download the pictures, and give their paths")
+    if isinstance(value, str):
+        return value.removeprefix("file://")
+    if hasattr(value, "save") and hasattr(value, "mode"):  # an image of Pillow
+        buffer = io.BytesIO()
+        value.save(buffer, "PNG")
+        return buffer.getvalue()
+    if not isinstance(value, bytes | bytearray):
+        raise DataError(f"must be a path, bytes, base64 or an image of Pillow, not {type(value).__name__}")
+    return bytes(value)
+
+
+def _from_base64(text: str) -> bytes:
+    with reraise_as(DataError, "not valid base64", binascii.Error, ValueError):
+        return base64.b64decode(text, validate=True)
 
 
 def decoded(content: bytes) -> Any:

@@ -19,7 +19,7 @@ from atomrl.batches import (
     split_turns,
 )
 from atomrl.protocols import NOTHING, Algorithm
-from atomrl.types import Episode, RaggedIds, Segment, Trajectory
+from atomrl.types import Episode, Image, RaggedIds, Segment, Trajectory
 
 
 def by_group(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
@@ -51,6 +51,8 @@ class _Row:
     """From the engine; 0 where there is none."""
     turns: list[int]
     """Turn of each token; -1 for tokens that are not trained."""
+    images: tuple[Image, ...] = ()
+    """Pictures of its tokens, in order."""
 
     def position(self, place: int) -> int:
         """Return the position in this row of a token of the trajectory, at most the last one."""
@@ -109,7 +111,7 @@ def to_rows(
         truncated=torch.tensor(truncated, dtype=torch.bool),
         cut=torch.tensor([row.cut for row in rows], dtype=torch.bool) if cut_trajectories else None,
         trajectory_index=_integers(row.index for row in rows),
-        images=RowImages.of(item.problem.images for item in items),
+        images=RowImages.of(row.images for row in rows),
         rollout=RolloutFields(
             logprobs=None
             if any(part.logprobs is None for item in items for part in _model_segments(item))
@@ -129,7 +131,7 @@ def to_rows(
 def _rows_of(index: int, item: Trajectory, max_row_tokens: int | None) -> list[_Row]:
     """Return the rows of a trajectory that have a trained token, cut to `max_row_tokens`."""
     # Weight version and log-prob of each token; version -1 marks tokens that the model did not write.
-    token_ids, turns = item.token_ids, turn_numbers(item)
+    token_ids, turns, pictures = item.token_ids, turn_numbers(item), _pictures(item)
     policy_versions: list[int] = []
     rollout_logprobs: list[float] = []
     for segment in item.segments:
@@ -144,22 +146,42 @@ def _rows_of(index: int, item: Trajectory, max_row_tokens: int | None) -> list[_
     for context, own in contexts:
         before = [token for part in context for token in token_ids[part]]
         untrained = [-1] * len(before)
+        versions = [*untrained, *policy_versions[own]][:max_row_tokens]
+        cut = len(versions) < len(before) + own.stop - own.start
+        if cut and item.images:  # not inside a picture; tokens behind the last trained one have no effect
+            del versions[max((place + 1 for place, version in enumerate(versions) if version >= 0), default=0) :]
+        size = len(versions)
+        seen = [*context, slice(own.start, own.start + max(0, size - len(before)))]
         row = _Row(
             index,
             item,
-            tokens=(*before, *token_ids[own])[:max_row_tokens],
+            tokens=(*before, *token_ids[own])[:size],
             own=own,
             context=len(before),
-            cut=max_row_tokens is not None and len(before) + own.stop - own.start > max_row_tokens,
-            versions=[*untrained, *policy_versions[own]][:max_row_tokens],
-            logprobs=[*([0.0] * len(before)), *rollout_logprobs[own]][:max_row_tokens],
-            turns=[*untrained, *turns[own]][:max_row_tokens],
+            cut=cut,
+            versions=versions,
+            logprobs=[*([0.0] * len(before)), *rollout_logprobs[own]][:size],
+            turns=[*untrained, *turns[own]][:size],
+            images=tuple(image for part in seen for place, image in pictures if part.start <= place < part.stop),
         )
         if max(row.versions, default=-1) >= 0:
             rows.append(row)
         elif row.cut and rows:  # nothing of this row is left, so the trajectory is cut before it
             rows[-1] = replace(rows[-1], cut=True)
     return rows
+
+
+def _pictures(item: Trajectory) -> list[tuple[int, Image]]:
+    """Return the pictures of a trajectory, each with the place where its prompt or reply begins."""
+    pictures = [(0, image) for image in item.problem.images]
+    if item.episode is not None:
+        place = item.prompt_tokens
+        pictures += [(place, image) for image in item.episode.opening_images]
+        place += item.episode.opening_tokens
+        for turn in item.episode.turns:
+            pictures += [(place + turn.model_tokens, image) for image in turn.images]
+            place += turn.model_tokens + turn.reply_tokens
+    return pictures
 
 
 def _model_segments(trajectory: Trajectory) -> list[Segment]:
@@ -217,30 +239,39 @@ def turn_numbers(trajectory: Trajectory) -> list[int]:
 
 
 def _turns(rows: Sequence[_Row], groups: Mapping[str, int], longest: int) -> tuple[Tensor | None, Tensor | None]:
-    """Return [B, T] the turn of each token, and [B, T] the state in which its turn began: the group and the tokens of
-    the environment's last reply (empty before the first). (None, None) if no row has a second turn."""
+    """Return [B, T] the turn of each token, and [B, T] the state in which its turn began: the group, and the tokens and
+    pictures of the environment's last reply (empty before the first). (None, None) if no row has a second turn."""
     if not any(max(row.turns) > 0 for row in rows):
         return None, None
     turn_ids, state_ids = torch.full((2, len(rows), longest), -1, dtype=torch.long)
-    states: dict[tuple[int, tuple[int, ...]], int] = {}
+    states: dict[tuple[int, _Reply], int] = {}
     for number, row in enumerate(rows):
         if not number or rows[number - 1].index != row.index:
             group, replies = groups[row.trajectory.prompt_id], _last_replies(row.trajectory)
-            ids = [states.setdefault((group, tokens), len(states)) for tokens in replies]
+            ids = [states.setdefault((group, reply), len(states)) for reply in replies]
         turns = torch.tensor(row.turns)
         turn_ids[number, : len(turns)] = turns
         state_ids[number, : len(turns)][turns >= 0] = torch.tensor(ids)[turns[turns >= 0]]
     return turn_ids, state_ids
 
 
-def _last_replies(trajectory: Trajectory) -> list[tuple[int, ...]]:
-    """Return, for each turn, the tokens of the environment's last reply before it; empty before the first reply."""
+_Reply = tuple[tuple[int, ...], tuple[str, ...]]
+"""Tokens and names of the pictures of a reply."""
+
+
+def _last_replies(trajectory: Trajectory) -> list[_Reply]:
+    """Return the environment's last reply before each turn; empty before the first reply."""
     tokens, start = trajectory.token_ids, len(trajectory.segments[0].token_ids)
-    replies: list[tuple[int, ...]] = []
+    pictures = _pictures(trajectory)
+    replies: list[_Reply] = []
     for place, turn in enumerate(turn_numbers(trajectory)):
         if turn >= 0:
             while len(replies) <= turn:
-                replies.append(tokens[start:place] or (replies[-1] if replies else ()))
+                if start < place or not replies:
+                    names = tuple(image.name for begin, image in pictures if start <= begin < place)
+                    replies.append((tokens[start:place], names))
+                else:
+                    replies.append(replies[-1])
             start = place + 1
     return replies
 

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from atomrl.common.chat_template import (
@@ -20,11 +21,16 @@ from atomrl.common.chat_template import (
     token_ids,
     tokenize_continuation,
 )
+from atomrl.common.files import write_bytes
 from atomrl.common.hangs import progress
 from atomrl.common.secrets import without_secrets
 from atomrl.config import EnvironmentConfig
+from atomrl.data.columns import PLACE
+from atomrl.data.image_reader import ImageReader
+from atomrl.data.images import reference
 from atomrl.engines.sampling import seed_at
 from atomrl.environments.pool import Answer, EnvironmentPool
+from atomrl.environments.worker import EpisodeError
 from atomrl.protocols import RolloutEngine, WeightHash, WeightUpdate
 from atomrl.types import (
     Ended,
@@ -32,6 +38,7 @@ from atomrl.types import (
     FinishReason,
     GenerationOutput,
     GenerationRequest,
+    Image,
     Reply,
     SamplingParams,
     Segment,
@@ -43,8 +50,8 @@ from atomrl.types import (
 
 _USER, _MODEL, _REPLY = "atomrl-user-words", "atomrl-model-words", "atomrl-reply-words"
 _THOUGHT = "atomrl-thoughts"
-SPECIAL_NAMES = re.compile(r"(atomrl-special-\d+-words)")
-"""Matches what stands for special tokens of the tokenizer that an environment's reply spells."""
+SPECIAL_NAMES = re.compile(r"(atomrl-(?:special|picture)-\d+-words)")
+"""Matches what stands for special tokens of the tokenizer that an environment's reply spells, and for its pictures."""
 _CALL_ID = "atomrl001"
 """Mistral's templates accept only nine letters and digits."""
 
@@ -60,23 +67,33 @@ class ReplyTokens:
     within a reply is encoded as text, so no document or tool can end a turn; added tokens that are not special stay
     tokens.
 
+    Each `<image>` in a reply with pictures becomes the tokens of one, as in a prompt.
+
     Args:
         tokenizer: of the model.
         tools: JSON schemas that prompts were rendered with; templates may depend on them.
         kwargs: variables of the template that prompts were rendered with (`data.chat_template_kwargs`).
+        images: knows the tokens of pictures; None: replies have none.
     """
 
     def __init__(
-        self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        tokenizer: Any,
+        tools: Sequence[Mapping[str, Any]] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        images: ImageReader | None = None,
     ) -> None:
         self.tokenizer, self.tools, self.kwargs = tokenizer, [dict(tool) for tool in tools], dict(kwargs or {})
+        self.images = images
         self._openings: dict[str, list[Message]] = {}
         added = tokenizer.added_tokens_decoder.values()
         special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
         self._special = sorted(special, key=len, reverse=True)
         self._added = special | {token.content for token in added}
 
-    def encode(self, replies: Reply | Sequence[Reply], last_token: int | None, most: int) -> list[int]:
+    def encode(
+        self, replies: Reply | Sequence[Reply], last_token: int | None, most: int, images: Sequence[Image] = ()
+    ) -> list[int]:
         """Return the tokens of an environment's replies.
 
         Args:
@@ -85,13 +102,23 @@ class ReplyTokens:
                 message (`environment.opening`).
             most: limit for the tokens of the replies' text. If exceeded, each reply is truncated to an equal share;
                 what the template writes around it is not.
+            images: pictures of the replies, one for each `<image>` of those that have any.
 
         Raises:
-            ValueError: the chat template does not support such messages.
+            ValueError: the chat template does not support such messages, or replies with pictures are over the limit.
         """
         replies = [replies] if isinstance(replies, Reply) else list(replies)
         role, names = replies[0].role, {f"atomrl-special-{n}-words": token for n, token in enumerate(self._special)}
-        texts = self._cut([reply.text for reply in replies], most) if role else [reply.text for reply in replies]
+        texts, pictures = [reply.text for reply in replies], self._pictures(images)
+        if pictures:
+            self._check_room(texts, pictures, most)
+            rest = iter(pictures)
+            texts = [
+                re.sub(PLACE, lambda _: next(rest), text) if reply.images else text
+                for reply, text in zip(replies, texts, strict=True)
+            ]
+        elif role:
+            texts = self._cut(texts, most)
         for name, token in names.items():
             texts = [text.replace(token, name) for text in texts]
         before = "" if last_token is None else str(self.tokenizer.convert_ids_to_tokens(last_token))
@@ -106,8 +133,11 @@ class ReplyTokens:
         first, *others = SPECIAL_NAMES.split(after)
         ids = tokenize_continuation(self.tokenizer, first, before)
         for part in others:
-            ids += self._spelled(names[part]) if part in names else tokenize_continuation(self.tokenizer, part)
-        return ids if role else ids[:most]
+            if part in pictures:
+                ids += pictures[part]
+            else:
+                ids += self._spelled(names[part]) if part in names else tokenize_continuation(self.tokenizer, part)
+        return ids if role or pictures else ids[:most]
 
     def check(self, role: str, opening: bool = False) -> list[str]:
         """Check that the chat template supports an environment's messages.
@@ -226,6 +256,23 @@ class ReplyTokens:
 
     # ---- Tokens ----
 
+    def _pictures(self, images: Sequence[Image]) -> dict[str, list[int]]:
+        """Return what stands for each picture in a text, and its tokens."""
+        if not images:
+            return {}
+        assert self.images is not None, "the engine of such an environment is created with `images`"
+        one = self.tokenizer.encode(self.images.place(self.tokenizer), add_special_tokens=False)
+        return {f"atomrl-picture-{n}-words": self.images.expanded(one, [image]) for n, image in enumerate(images)}
+
+    def _check_room(self, texts: Sequence[str], pictures: Mapping[str, Sequence[int]], most: int) -> None:
+        """Check that replies with pictures are within a limit, as they cannot be truncated."""
+        words = sum(len(token_ids(self.tokenizer, text.replace(PLACE, ""), split=True)) for text in texts)
+        if (size := words + sum(map(len, pictures.values()))) > most:
+            raise ValueError(
+                f"a reply with pictures of {size} tokens, more than environment.max_reply_tokens={most}, which is not "
+                "truncated: raise the limit, or lower data.max_pixels"
+            )
+
     def _cut(self, texts: Sequence[str], most: int) -> list[str]:
         """Truncate texts to `most` tokens in all."""
         rows = [token_ids(self.tokenizer, text, split=True) for text in texts]
@@ -275,6 +322,7 @@ class _RunningEpisode:
     turns: list[Turn] = field(default_factory=list)
     opening_tokens: int = 0
     opening: str = ""
+    opening_images: tuple[Image, ...] = ()
     drawing: str | None = None
     """Request id of the turn in the engine."""
     last: str | None = None
@@ -287,6 +335,12 @@ class _RunningEpisode:
     def left(self) -> int:
         """Tokens left until `max_completion_tokens`."""
         return self.request.sampling.max_completion_tokens - len(self.tokens) + len(self.request.prompt_token_ids)
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """Pictures in the context of the model."""
+        seen = (image for turn in self.turns[self.sees_from :] for image in turn.images)
+        return (*self.request.images, *self.opening_images, *seen)
 
     def add(self, tokens: Sequence[int]) -> None:
         """Append tokens to the row."""
@@ -320,6 +374,7 @@ class EpisodeEngine(RolloutEngine):
         settings: the section `environment`.
         tools: JSON schemas that prompts were rendered with.
         kwargs: variables of the chat template that prompts were rendered with.
+        images: reads the pictures of replies, which are written to its folder; None: replies have none.
     """
 
     def __init__(
@@ -329,9 +384,10 @@ class EpisodeEngine(RolloutEngine):
         settings: EnvironmentConfig,
         tools: Sequence[Mapping[str, Any]] = (),
         kwargs: Mapping[str, Any] | None = None,
+        images: ImageReader | None = None,
     ) -> None:
-        self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
-        self.pool, self.replies = EnvironmentPool(settings), ReplyTokens(tokenizer, tools, kwargs)
+        self.engine, self.tokenizer, self.settings, self.images = engine, tokenizer, settings, images
+        self.pool, self.replies = EnvironmentPool(settings), ReplyTokens(tokenizer, tools, kwargs, images)
         self.seeded, self.exact, self.returns_candidates = engine.seeded, engine.exact, engine.returns_candidates
         self.held: dict[str, _RunningEpisode] = {}
         """Episodes that have not finished, by request id."""
@@ -461,6 +517,10 @@ class EpisodeEngine(RolloutEngine):
             )
         if answer.ended:
             return answer
+        if self.images is None and any(reply.images for reply in answer.replies):
+            raise EpisodeError(
+                f"environment.function: {self.settings.function!r} replied with a picture: set environment.images=true"
+            )
         replies = answer.replies if episode.turns else self._opening(answer.replies)
         try:
             why = self._add_replies(episode, replies) if replies else None
@@ -488,27 +548,44 @@ class EpisodeEngine(RolloutEngine):
         """Append the replies' tokens to the row; returns why the episode ends if there is no room.
 
         Raises:
-            ValueError: the chat template does not support them. Nothing has then changed.
+            ValueError: the chat template does not support them, or a picture cannot be read. Nothing has then changed.
         """
         if len(episode.turns) >= self.settings.max_turns:
             return "turns"
         last = episode.tokens[-1] if episode.turns else None
-        ids = self.replies.encode(replies, last, self.settings.max_reply_tokens)
+        read = self._read(replies)
+        images = tuple(image for image, _ in read)
+        ids = self.replies.encode(replies, last, self.settings.max_reply_tokens, images)
         if self.settings.when_full == "drop_oldest":
             self._make_room(episode, len(ids))
         if len(ids) >= episode.left:
             return "length"
+        for image, content in read:
+            if not Path(image.path).is_file():
+                write_bytes(Path(image.path), content)
         if ids:
             episode.add(ids)
             episode.segments.append(Segment(origin="environment", token_ids=tuple(ids)))
-        cut = len(ids) >= self.settings.max_reply_tokens
+        cut = len(ids) >= self.settings.max_reply_tokens and not images
         text = str(self.tokenizer.decode(ids)) if cut else "\n".join(reply.text for reply in replies)
         if episode.turns:
-            episode.turns[-1] = replace(episode.turns[-1], reply_tokens=len(ids), reply=text)
+            episode.turns[-1] = replace(episode.turns[-1], reply_tokens=len(ids), reply=text, images=images)
             episode.text += thought_opening(str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)))
         else:
-            episode.opening_tokens, episode.opening = len(ids), text
+            episode.opening_tokens, episode.opening, episode.opening_images = len(ids), text, images
         return None
+
+    def _read(self, replies: Sequence[Reply]) -> list[tuple[Image, bytes]]:
+        """Return the references of the pictures of replies, and their bytes.
+
+        Raises:
+            DataError: one cannot be read.
+        """
+        if self.images is None:
+            return []
+        source = f"environment {self.settings.function}"
+        contents = [content for reply in replies for content in reply.images]
+        return [(reference(content, source, self.images.folder, self.images), content) for content in contents]
 
     def _make_room(self, episode: _RunningEpisode, reply_tokens: int) -> None:
         """Drop old turns if a reply and a turn do not fit.
@@ -538,6 +615,7 @@ class EpisodeEngine(RolloutEngine):
             request_id=name,
             group_id=request.group_id if first else name,
             prompt_token_ids=tuple(episode.tokens),
+            images=episode.images,
             sampling=sampling,
             problem=None,
             seed=seed_at(request.seed, episode.drawn),
@@ -570,6 +648,7 @@ class EpisodeEngine(RolloutEngine):
                 ended=episode.ended,
                 opening_tokens=episode.opening_tokens,
                 opening=episode.opening,
+                opening_images=episode.opening_images,
                 outcome=answer.outcome,
                 failure=answer.failure,
                 message=without_secrets(answer.message),

@@ -14,7 +14,7 @@ from atomrl.common.errors import reraise_as
 from atomrl.common.outages import Outage, ServiceGone
 from atomrl.common.workers import LOAD_LIMIT_S, PROCESS_ENDED, TICK_S, PoolWorker, WorkerPool
 from atomrl.config import EnvironmentConfig
-from atomrl.environments.worker import CLOSE, CUT, EpisodeError, Ping, Say, Start
+from atomrl.environments.worker import CLOSE, CUT, EpisodeError, Ping, Say, Start, from_json
 from atomrl.types import FailureKind, Problem, Reply
 
 PONG_S = 0.1
@@ -267,7 +267,7 @@ class EnvironmentPool(WorkerPool["_Worker"]):
         else:
             self._pending.pop(episode.key, None)
             replies, seconds = rest
-            self._answers.append((episode.key, Answer(tuple(Reply(**reply) for reply in replies), seconds=seconds)))
+            self._answers.append((episode.key, Answer(tuple(map(from_json, replies)), seconds=seconds)))
 
     def _wait_for_service(self, episode: _Episode, reason: str, asked_s: float | None) -> None:
         """Schedule the replay of an episode that ended because a service is unavailable.

@@ -6,6 +6,7 @@ The trainer pickles what it sends to a worker; the worker's answers are JSON.
 from __future__ import annotations
 
 import asyncio
+import base64
 import inspect
 import math
 import os
@@ -15,9 +16,10 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple, get_type_hints
 
@@ -26,6 +28,7 @@ from atomrl.common.functions import find_function
 from atomrl.common.outages import ServiceFault, is_away, retry_after_of
 from atomrl.common.secrets import mask_secrets
 from atomrl.common.workers import send_answer
+from atomrl.data.columns import PLACE
 from atomrl.environments.builtin import ENVIRONMENTS
 from atomrl.types import Problem, Reply
 
@@ -92,7 +95,7 @@ def serve(connection: Connection) -> None:
 
     Each answer is a list of a key, a word, and values:
 
-        [key, "opening" or "reply", replies, seconds]    replies: text, role, reward and label of each; may be empty
+        [key, "opening" or "reply", replies, seconds]    replies: as `to_json` gives each; may be empty
         [key, "end", outcome, seconds]
         [key, "failed", kind of failure, message, seconds]
         [key, "away", message, pause that the service asks for]    an unavailable service ended the episode
@@ -166,7 +169,9 @@ def _run_episode(
         word = "reply" if opened else "opening"
         opened = True
         most = start.max_characters // max(1, len(replies))
-        parts = [asdict(replace(each, text=each.text[:most])) for each in replies]
+        if long := next((each for each in replies if each.images and len(each.text) > most), None):
+            raise InvalidReply(f"its reply with pictures has {len(long.text)} characters; at most {most} are sent")
+        parts = [to_json(replace(each, text=each.text[:most])) for each in replies]
         if left_behind.is_set():
             answer(None, "left_behind")
         answer(start.key, word, parts, seconds)
@@ -346,10 +351,12 @@ def _play_class(environment: Any, problem: Problem, send: Send) -> Any:
 
 
 def as_replies(reply: Any) -> list[Reply]:
-    """Validate an environment's reply; None gives an empty list.
+    """Validate an environment's reply; None gives an empty list. Pictures become the bytes of their files, and each has
+    its `<image>` in the text.
 
     Raises:
-        InvalidReply: it is not a Reply, text, a list of tool replies or None, or a reward is not finite.
+        InvalidReply: it is not a Reply, text, a list of tool replies or None, a reward is not finite, or a picture
+            cannot be read or has no place.
     """
     if reply is None:
         return []
@@ -369,12 +376,54 @@ def as_replies(reply: Any) -> list[Reply]:
     return [
         replace(
             item,
-            text=replace_surrogates(item.text),
+            text=replace_surrogates(_with_places(item.text, images)),
+            images=images,
             label=replace_surrogates(item.label),
             reward=_finite(item.reward),
         )
-        for item in replies
+        for item, images in zip(replies, map(_pictures, replies), strict=True)
     ]
+
+
+def _pictures(reply: Reply) -> tuple[bytes, ...]:
+    """Return the bytes of the pictures of a reply."""
+    if not isinstance(reply.images, list | tuple):
+        raise InvalidReply(f"the images of a Reply must be a list, not {type(reply.images).__name__}")
+    return tuple(map(_bytes_of, reply.images))
+
+
+def _bytes_of(picture: Any) -> bytes:
+    from atomrl.data.pictures import content_of
+
+    with reraise_as(InvalidReply, "a picture of a Reply", ValueError, OSError):
+        content = content_of(picture)
+        return Path(content).read_bytes() if isinstance(content, str) else content
+
+
+def _with_places(text: str, images: Sequence[bytes]) -> str:
+    """Return a text with a place for each picture, before it if it has none."""
+    if not images:
+        return text
+    places = text.count(PLACE)
+    if places not in (0, len(images)):
+        raise InvalidReply(f"a Reply has {len(images)} pictures, but its text {places} places for them ({PLACE})")
+    return text if places else PLACE * len(images) + text
+
+
+def to_json(reply: Reply) -> dict[str, Any]:
+    """Return the fields of a reply that `as_replies` has returned, as JSON has them."""
+    return vars(reply) | {"images": [base64.b64encode(picture).decode() for picture in reply.images]}
+
+
+def from_json(reply: Mapping[str, Any]) -> Reply:
+    """Return a reply from its fields: the inverse of `to_json`.
+
+    Example:
+        >>> one = Reply(text="<image>", images=(b"picture",))
+        >>> from_json(to_json(one)) == one
+        True
+    """
+    return Reply(**{**reply, "images": tuple(map(base64.b64decode, reply["images"]))})
 
 
 def _finite(value: Any) -> float | None:

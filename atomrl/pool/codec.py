@@ -16,7 +16,7 @@ import hashlib
 import json
 import sqlite3
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -210,7 +210,7 @@ def _sample(text: str) -> Problem:
         ground_truth=ground_truth,
         data_source=data_source,
         columns=columns,
-        images=tuple(Image(**fields) for fields in rest[0]) if rest else (),
+        images=images_of(rest[0]) if rest else (),
     )
 
 
@@ -255,8 +255,17 @@ def episode_of(fields: Mapping[str, Any] | None) -> Episode | None:
     """
     if fields is None:
         return None
-    turns = [Turn(**{**turn, "labels": tuple(turn["labels"])}) for turn in fields["turns"]]
-    return Episode(**{**fields, "turns": tuple(turns)})
+    turns = [
+        Turn(**{**turn, "labels": tuple(turn["labels"]), "images": images_of(turn.get("images", ()))})
+        for turn in fields["turns"]
+    ]
+    opening = images_of(fields.get("opening_images", ()))  # absent in pools of earlier versions
+    return Episode(**{**fields, "turns": tuple(turns), "opening_images": opening})
+
+
+def images_of(rows: Iterable[Mapping[str, Any]]) -> tuple[Image, ...]:
+    """Build pictures from their fields."""
+    return tuple(Image(**fields) for fields in rows)
 
 
 class _Cursor:

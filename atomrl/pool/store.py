@@ -25,7 +25,17 @@ from filelock import FileLock
 
 from atomrl.common.files import write_jsonl
 from atomrl.config import PoolConfig
-from atomrl.pool.codec import BUSY_S, LeaseLost, PoolError, checksum, columns, decode, episode_of, pool_errors
+from atomrl.pool.codec import (
+    BUSY_S,
+    LeaseLost,
+    PoolError,
+    checksum,
+    columns,
+    decode,
+    episode_of,
+    images_of,
+    pool_errors,
+)
 from atomrl.types import Problem, RaggedIds, RewardFailure, Segment, Trajectory
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -535,7 +545,7 @@ def trajectory_of(row: Mapping[str, Any]) -> Trajectory:
     return Trajectory(
         **{name: value for name, value in values.items() if name in names}
         | {
-            "problem": Problem(**problem),
+            "problem": Problem(**problem | {"images": images_of(problem.get("images", ()))}),
             "segments": tuple(parts),
             "episode": episode_of(values.get("episode")),
             "token_rewards": tuple((int(place), float(reward)) for place, reward in values["token_rewards"]),

@@ -42,6 +42,7 @@ from atomrl.common.workers import (
     seed_everything,
     send_answer,
 )
+from atomrl.data.columns import IMAGES
 from atomrl.rewards.errors import NoScore, RewardError, RewardStop
 from atomrl.rewards.table import CLASSES, POOLED, REWARDS, AnyReward, find_reward, importable_name
 from atomrl.types import FailureKind, Problem, Trajectory
@@ -166,8 +167,11 @@ def columns_of(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
     """Collect the columns that rewards receive besides prompts and completions. Missing values are None."""
     problems = [item.problem for item in trajectories]
     names = dict.fromkeys(name for problem in problems for name in problem.columns)
+    columns = {name: [problem.columns.get(name) for problem in problems] for name in names}
+    if any(item.images for item in trajectories):
+        columns[IMAGES] = [[image.path for image in item.images] for item in trajectories]
     return {
-        **{name: [problem.columns.get(name) for problem in problems] for name in names},
+        **columns,
         "ground_truth": [problem.ground_truth for problem in problems],
         "data_source": [problem.data_source for problem in problems],
         "completion_tokens": [item.response_tokens for item in trajectories],

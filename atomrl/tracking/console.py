@@ -17,6 +17,7 @@ from rich.text import Text
 from atomrl.common.secrets import redacted
 from atomrl.common.terminal import printable, printable_output
 from atomrl.tracking.reading.metrics import accuracies, held_out_rewards
+from atomrl.tracking.reading.rollouts import IMAGES
 
 TERMINAL_METRICS = {
     "loss": ("sft/nll_per_token", "{:.3f}"),
@@ -192,7 +193,8 @@ def by_turn(episode: Mapping[str, Any], whole: bool = False) -> Text:
 
     Args:
         episode: the `episode` of a row of `rollouts/`.
-        whole: show all turns in full; else the starts of the first two and of the last one.
+        whole: show all turns in full, with the paths of pictures; else the starts of the first two and of the last
+            one.
 
     Example:
         >>> turn = {"text": "<search>Paris", "reply": "a city", "labels": ["search"], "seconds": 0.25, "reward": None}
@@ -211,8 +213,12 @@ def by_turn(episode: Mapping[str, Any], whole: bool = False) -> Text:
     def text_of(text: str, newline: str = "\n") -> str:
         return printable(text).strip("\n").replace("\n", newline) if whole else shortened(text)
 
+    def pictures_of(names: Iterable[str] | None) -> None:
+        lines.extend((f"> picture: {IMAGES}/{printable(str(name))}", REPLY_STYLE) for name in (names or ()) if whole)
+
     if episode["opening"]:
         lines.append((f"> {text_of(episode['opening'], QUOTED)}", REPLY_STYLE))
+        pictures_of(episode.get("opening_images"))
     for number, turn in enumerate(turns):
         if 1 < number < len(turns) - 1 and not whole:
             lines += [(f"... {len(turns) - 3} more", "")] * (number == 2)
@@ -223,6 +229,7 @@ def by_turn(episode: Mapping[str, Any], whole: bool = False) -> Text:
             labels = printable(" ".join(", ".join(filter(None, turn["labels"])).split()))
             header = f"{labels} ({turn['seconds']:.2f} s{reward})".strip()
             lines.append((f"> {header}: {text_of(turn['reply'], QUOTED)}", REPLY_STYLE))
+            pictures_of(turn.get("images"))
     if episode["ended"] != "environment":
         why = f": {episode['failure']}: {text_of(episode['message'])}" if episode.get("failure") else ""
         lines.append((f"ended: {episode['ended']}{why}", "bold"))

@@ -55,9 +55,9 @@ from atomrl.tracking.reading.lines import (
     release_lock,
     same_folder,
 )
-from atomrl.tracking.reading.rollouts import IMAGES, TOKENS
+from atomrl.tracking.reading.rollouts import TOKENS
 from atomrl.tracking.reading.run import FAILURE, FUNCTIONS, LOG
-from atomrl.types import Trajectory
+from atomrl.types import Episode, Trajectory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -536,10 +536,10 @@ def rollout_rows(
 ) -> list[dict[str, Any]]:
     """Return one JSON-ready dict per trajectory, the rows of `rollouts/`.
 
-    `images` are the paths of its pictures in the run's folder. `reward` is the total, with the rewards of turns;
-    `reward_parts` are those of the outcome. `policy_versions` are the weight versions that sampled its tokens,
-    `policy_version` the newest of them. With an environment there is an `episode`: its turns (text, reply, reward,
-    labels, seconds) and how it ended.
+    `images`, also in the turns of an episode, are names of files in `inputs/images` of the run. `reward` is the
+    total, with the rewards of turns; `reward_parts` are those of the outcome. `policy_versions` are the weight versions
+    that sampled its tokens, `policy_version` the newest of them. With an environment there is an `episode`: its turns
+    (text, reply, reward, labels, seconds) and how it ended.
 
     Args:
         advantages: by index in `trajectories`; null for what was not trained on.
@@ -547,7 +547,7 @@ def rollout_rows(
     rows = []
     for index, item in enumerate(trajectories):
         written = [segment for segment in item.segments if segment.origin != "prompt"]
-        pictures = [f"{IMAGES}/{image.name}" for image in item.problem.images]
+        pictures = [image.name for image in item.problem.images]
         versions = sorted({v for segment in written if (v := segment.policy_version) is not None})
         rows.append(
             {
@@ -571,10 +571,22 @@ def rollout_rows(
                 **({"images": pictures} if pictures else {}),
                 **({"opening": item.opening} if item.opening else {}),
                 **({} if item.baseline_reward is None else {"baseline_reward": _or_null(item.baseline_reward)}),
-                **({} if item.episode is None else {"episode": asdict(item.episode)}),
+                **({} if item.episode is None else {"episode": _episode_row(item.episode)}),
             }
         )
     return rows
+
+
+def _episode_row(episode: Episode) -> dict[str, Any]:
+    """Return an episode as JSON has it, its pictures by their names; without keys for them if it has none."""
+    row = asdict(episode)
+    for part, key, images in (
+        (row, "opening_images", episode.opening_images),
+        *((part, "images", turn.images) for part, turn in zip(row["turns"], episode.turns, strict=True)),
+    ):
+        del part[key]
+        part |= {key: [image.name for image in images]} if images else {}
+    return row
 
 
 def _or_null(value: float) -> float | None:

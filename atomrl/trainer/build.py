@@ -246,7 +246,8 @@ def build_engine(
     if config.environment is None:
         return engine
     kwargs = config.data.chat_template_kwargs
-    return EpisodeEngine(engine, tokenizer, config.environment, tool_schemas(config), kwargs)
+    shown = images if config.environment.images else None
+    return EpisodeEngine(engine, tokenizer, config.environment, tool_schemas(config), kwargs, shown)
 
 
 def corrected(objective: PolicyObjective | PreferenceObjective, exact: bool) -> PolicyObjective | PreferenceObjective:
@@ -319,7 +320,8 @@ def images_folder(config: RunConfig) -> Path:
 
 def image_store(config: RunConfig, reader: ImageReader | None) -> ImageStore | None:
     """Return the store of a run's pictures; None if its model reads text alone."""
-    return None if reader is None else ImageStore(images_folder(config), config.data.images_field, reader)
+    replies = config.environment is not None and config.environment.images
+    return None if reader is None else ImageStore(images_folder(config), config.data.images_field, reader, replies)
 
 
 def processor(

@@ -140,9 +140,12 @@ def memory_estimate(
             parts["engine weights"] = _own_bytes(config, shape, device, compute)
     if config.kind == "rl":
         parts["key-value cache"] = cached * 2 * layers * keys * compute // rollout.tensor_parallel
-    pictures = min(tokens, config.data.max_prompt_tokens) if model.freeze_vision else tokens
+    environment = config.environment
+    replies = environment.max_reply_tokens if environment is not None and environment.images else 0
+    largest = max(config.data.max_prompt_tokens, replies)
+    pictures = min(tokens, largest) if model.freeze_vision else tokens
     if tower := tower_bytes(shape, pictures, compute, trained=not model.freeze_vision):
-        parts["vision tower"] = tower  # activations, for pictures that fill the prompts
+        parts["vision tower"] = tower  # activations, for pictures that fill the prompts or a reply
     if "distributions" in algorithm.outputs:
         parts["distributions"] = DISTRIBUTIONS * min(DIVERGENCE_ELEMENTS, tokens * vocab) * FLOAT32
     if needs_teacher(algorithm):

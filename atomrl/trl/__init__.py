@@ -13,6 +13,8 @@ Trainers with their configs: SFT, GRPO, RLOO, DPO, KTO, ORPO, CPO, OnlineDPO, PP
 functions.
 """
 
+import importlib.util
+import re
 from typing import Any
 
 from atomrl.redirect import absent
@@ -48,6 +50,7 @@ from atomrl.trl.scripts import (
     TrlParser,
     accuracy_reward,
     apply_chat_template,
+    create_reference_model,
     extract_prompt,
     get_dataset,
     get_kbit_device_map,
@@ -90,6 +93,8 @@ INSTEAD = {
 
 
 def __getattr__(name: str) -> Any:
+    if package := re.fullmatch("is_(.+)_available", name):  # of trl.import_utils
+        return lambda: importlib.util.find_spec(package[1]) is not None
     known = [each for each in INSTEAD if name.startswith(each)]
     there = f"; AtomRL has {INSTEAD[known[0]]}" if known else ""
     trainers = ", ".join(sorted(each for each in globals() if each.endswith("Trainer")))

@@ -12,7 +12,8 @@ from typing import Any
 from atomrl.config import ConfigError, DataConfig
 from atomrl.data.columns import IMAGES
 from atomrl.data.files import DataError, RawRow, error_list
-from atomrl.data.images import STARTS, ImageStore
+from atomrl.data.images import ImageStore
+from atomrl.data.pictures import STARTS
 from atomrl.data.problems import problem_reader, read_source, to_problems
 from atomrl.data.tasks import generate, is_generator
 from atomrl.rewards.compute import name_functions

@@ -128,7 +128,7 @@ class GivenModel:
 
     @property
     def frozen(self) -> str | None:
-        """The part of a loaded model's weights that is not trained: `tower`, its vision tower; `others`; None: no part."""
+        """The frozen part of a loaded model: `tower`, its vision tower; `others`; None: no part."""
         weights = {} if self.is_name else dict(self.model.named_parameters())
         frozen = {name for name, weight in weights.items() if not weight.requires_grad}
         if len(frozen) in (0, len(weights)):

@@ -4,6 +4,7 @@ import json
 import runpy
 import sys
 import tempfile
+import tokenize
 import traceback
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
@@ -51,13 +52,25 @@ def _cell_code(source: str, left_out: list[str]) -> str:
     lines, continues = list[str](), False
     for line in source.splitlines():
         words = line.lstrip()
-        if continues or words.startswith(("!", "%")):
+        if continues or (words.startswith(("!", "%")) and not _is_open(lines)):
             left_out.append(words)
             lines.append("" if continues else line[: len(line) - len(words)] + "pass")
             continues = line.rstrip().endswith("\\")
         else:
             lines.append(line)
     return "\n".join(lines)
+
+
+def _is_open(lines: list[str]) -> bool:
+    """Return True if these lines end within a string or within brackets."""
+    try:
+        for _ in tokenize.generate_tokens(iter([*(f"{line}\n" for line in lines), ""]).__next__):
+            pass
+    except tokenize.TokenError:
+        return True
+    except SyntaxError:
+        pass  # Python names its place
+    return False
 
 
 class _Shell:
@@ -127,10 +140,10 @@ def run_script(script: Path, arguments: Sequence[str], dry_run: bool = False, co
     except SystemExit as ended:
         if plans:
             return 0
-        if isinstance(ended.code, str):
-            print(ended.code, file=sys.stderr)
-            return 1
-        return int(ended.code or 0)
+        if ended.code is None or isinstance(ended.code, int):
+            return ended.code or 0
+        print(ended.code, file=sys.stderr)
+        return 1
     except Exception as error:
         line = _line(error, path)
         if isinstance(error, ConfigError | DataError | RewardError) or getattr(error, "name", None) in redirect.SOURCES:

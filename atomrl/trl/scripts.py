@@ -1,6 +1,7 @@
 """What TRL's scripts import besides trainers: dataclasses of the command line, its parser, data sets, peft and
 quantization configs, chat templates, and rewards. Small functions with TRL's names and meaning."""
 
+import copy
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -320,6 +321,12 @@ def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, d
     if "chosen" in dataset.column_names and "rejected" in dataset.column_names:
         return unpair_preference_dataset(dataset, num_proc, desc)
     return dataset
+
+
+def create_reference_model(model: Any) -> Any:
+    """Return a copy of a model whose weights are not trained."""
+    copied = copy.deepcopy(model).eval()
+    return copied.requires_grad_(False)
 
 
 def setup_chat_format(model: Any, tokenizer: Any, format: str = "chatml", **_: Any) -> tuple[Any, Any]:

@@ -911,8 +911,19 @@ def _check_reference(reference: Any, model: Any) -> None:
     names = [
         one if isinstance(one, str | Path) else getattr(one.config, "_name_or_path", None) for one in (reference, model)
     ]
-    if names[0] is None or str(names[0]) != str(names[1]):
+    if names[0] is None or str(names[0]) != str(names[1]) or _differ(reference, model):
         raise ConfigError("ref_model: the reference is always the initial model; remove it")
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Return True if two models have a parameter of one name with other values. They may have other dtypes."""
+    import torch
+
+    if isinstance(one, str | Path) or isinstance(other, str | Path):
+        return False
+    others = dict(other.named_parameters())
+    pairs = [(a.detach(), others[name].detach()) for name, a in one.named_parameters() if name in others]
+    return not all(torch.equal(a, b.to(a)) or torch.equal(a.to(b), b) for a, b in pairs)
 
 
 def _run_dir(output_dir: str | Path | None, kind: str, args: str) -> Path:

@@ -28,6 +28,7 @@ def place(tmp_path, monkeypatch, model):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MODEL", model)
     monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     yield tmp_path
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]
     for name in [name for name in sys.modules if name.partition(".")[0] in ("trl", "unsloth", "my_rewards")]:
@@ -128,10 +129,12 @@ BAD = {
     "a function": ("from trl.trainer.utils import pad_it", 2, "train.py:1: AtomRL has no pad_it of TRL"),
     "a function of unsloth": ("import unsloth\nunsloth.patch_it()", 2, "train.py:2: AtomRL has no patch_it of unsloth"),
     "an experimental one": ("from trl.experimental.nash_md import NashMDTrainer", 2, "no NashMDTrainer of TRL"),
-    "no training": ("import trl", 0, ""),
+    "no training": ("from trl.import_utils import is_peft_available, is_nowhere_available as no\n"
+                    "assert is_peft_available() and not no()", 0, ""),
     "an exit": ("import trl, sys; sys.exit(3)", 3, ""),
     "an exit with words": ("import trl, sys; sys.exit('no flags')", 1, "no flags"),
     "its own error": ("import trl\n1 / 0", 1, "ZeroDivisionError"),
+    "an exit with an object": ("import trl, sys; sys.exit(['no', 'flags'])", 1, "no', 'flags"),
     "standard input": ("import trl\ninput()", 1, "EOFError|stdin"),
     "internals": ("from trl import SFTTrainer\nclass X(SFTTrainer):\n def compute_loss(self): 0", 2,
                   "train.py:2: class X overrides compute_loss"),
@@ -180,18 +183,41 @@ def test_a_reward_in_a_module_that_imports_trl_works_in_its_worker(place):
     assert "my_rewards" in (place / "out/config.yaml").read_text()
 
 
+def test_processes_of_a_script_have_its_trl(place, capfd):
+    script = write(
+        place,
+        """
+        import multiprocessing, os, subprocess, sys, trl
+        from importlib.metadata import version
+
+        def ask():
+            import trl
+            os._exit(trl.__version__ != version("trl"))
+
+        if __name__ == "__main__":
+            process = multiprocessing.get_context("spawn").Process(target=ask)
+            process.start()
+            process.join()
+            print(process.exitcode, subprocess.call([sys.executable, "-c", "import trl; print(trl.__spec__.name)"]))
+        """,
+    )
+    assert main(["run", script]) == 0
+    assert capfd.readouterr().out == "trl\n0 0\n"
+
+
 def test_a_notebook_runs_without_its_shell_lines(place, capfd):
     cells = [
         ["!pip install trl \\\n", "  unsloth\n", "%env X=1\n", "import trl\n"],
         "%%bash\nls\n",
         "%%capture\n!ls\nname = 'ran'",
         "if trl:\n  !ls\nprint(name)",
+        'print("""1\n!2\n%3""", "%s"\n% (4))',
     ]
     cells = [{"cell_type": "code", "source": cell} for cell in cells] + [{"cell_type": "markdown", "source": "!no"}]
     (place / "a.ipynb").write_text(json.dumps({"cells": cells}))
     assert main(["run", "a.ipynb"]) == 0
     out, err = capfd.readouterr()
-    assert out == "ran\n" and "left out: !pip install trl" in err and "%%bash (its cell)" in err
+    assert out == "ran\n1\n!2\n%3 4\n" and "left out: !pip install trl" in err and "%%bash (its cell)" in err
 
 
 def test_a_notebook_that_was_exported_as_a_script(place, capfd):

@@ -333,3 +333,19 @@ def test_a_trainer_takes_its_own_config_and_needs_rows(model):
     with pytest.raises(ConfigError, match="ref_model"):
         DPOTrainer(model, ref_model="another", train_dataset=[{"prompt": "a", "chosen": "b", "rejected": "c"}])
     assert RLOOConfig().to_tree()["algorithm"]["name"] == "rloo"
+
+
+def test_a_reference_has_the_weights_of_the_model(model):
+    from transformers import AutoModelForCausalLM
+
+    from atomrl.trl import DPOTrainer, create_reference_model
+
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    given = {
+        "ref_model": create_reference_model(loaded),
+        "train_dataset": [{"prompt": "a", "chosen": "b", "rejected": "c"}],
+    }
+    DPOTrainer(loaded, **given)
+    loaded.lm_head.weight.data += 1  # as after another training
+    with pytest.raises(ConfigError, match="ref_model: the reference is always the initial model"):
+        DPOTrainer(loaded, **given)

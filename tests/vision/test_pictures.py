@@ -149,7 +149,7 @@ BAD = {
     "animated": ({"images": [url(encoded(picture(1), "GIF", save_all=True, append_images=[picture(2)]))]},
                  "animated or has pages (2 frames)"),
     "on_the_web": ({"images": ["https://example.org/a.png"]}, "https://example.org/a.png is on the web: download"),
-    "a_number": ({"images": [7]}, "must be a path, bytes, base64 or an image of datasets, not int"),
+    "a_number": ({"images": [7]}, "must be a path, bytes, base64 or an image of Pillow, not int"),
     "two_columns": ({"images": ["one.png"], "image": "two.png"}, "column 'images' and column 'image' have different"),
     "token_in_the_text": ({"prompt": "<|image_pad|>?", "images": ["one.png"]}, "write <image> where a picture is"),
     "in_the_answer": ({"prompt": [{"role": "user", "content": "draw"}, {"role": "assistant", "content": [

@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from atomrl.cli.main import main
 from atomrl.config import ConfigError, load_config
 from atomrl.data.files import DataError
 from atomrl.engines.sglang import SGLangEngine
 from atomrl.engines.vllm import VLLMEngine
+from atomrl.tools.ui import rollouts
+from atomrl.tracking.reading.rollouts import RolloutIndex
 from atomrl.trainer import Options, prepare_run
 from tests.tiny import make_tiny_model
 from tests.tiny_vision import make_tiny_vision_model, picture
@@ -130,8 +133,64 @@ def test_groups_of_a_pool_have_their_pictures(folder):
     assert lines(made)[0]["training/rollout_probs_diff_max"] < 1e-5
 
 
+EPISODES = {"environment": {"function": "tests.vision.played.screen", "images": True, "max_turn_tokens": 4},
+            "rollout": {"max_completion_tokens": 150}}  # fmt: skip
+
+
+def test_a_run_shows_the_pictures_of_its_environment(folder, capsys):
+    """One row of the data has pictures too; the reward gets those that the model has seen."""
+    seen = []
+
+    def counted(prompts, completions, images, **columns):
+        seen.extend(images)
+        return bright(prompts, completions, images)
+
+    made = config(folder, **EPISODES, train={"steps": 1})
+    prepare_run(made, {"bright": counted}).execute()
+    assert max(row["training/rollout_probs_diff_max"] for row in lines(made)) < 1e-5
+    assert lines(made)[-1]["environment/replies/screen"] > 0
+    rows = [
+        json.loads(line)
+        for line in (made.run_dir / "rollouts" / "step_000001" / "train.jsonl").read_text().splitlines()
+    ]
+    stored = {file.name for file in (made.run_dir / "inputs" / "images").glob("*.png")}
+    for row, paths in zip(rows, seen, strict=False):
+        turns = [turn.get("images", []) for turn in row["episode"]["turns"]]
+        assert [len(names) for names in turns] == [1, 2, 0]
+        of_replies = [name for names in turns for name in names]
+        assert {*of_replies} <= stored
+        assert [Path(path).name for path in paths] == [*row.get("images", []), *of_replies]
+    place, row = next((place, row) for place, row in enumerate(rows) if len(row.get("images", [])) == 2)
+    assert len(seen[place]) == 5
+
+    capsys.readouterr()
+    assert main(["rollouts", str(made.run_dir), "--full", "--step", "1"]) == 0
+    shown = capsys.readouterr().out
+    for each in rows:
+        for name in (*each.get("images", []), *each["episode"]["turns"][0]["images"]):
+            assert f"picture: inputs/images/{name}\n" in shown
+    shown = rollouts.group(RolloutIndex(made.run_dir / "rollouts"), 1, "train", place)
+    assert shown["images"] == row["images"]
+    pictures = [turn["images"] for turn in shown["members"][0]["episode"]["turns"]]
+    assert pictures == [turn.get("images", []) for turn in row["episode"]["turns"]]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_with_pictures_of_an_environment_ends_bit_for_bit_the_same(folder):
+    whole = run(config(folder, "whole", **EPISODES))
+    run(config(folder, "cut", **EPISODES, train={"steps": 1}))
+    later = config(folder, "cut", **EPISODES)
+    prepare_run(later, {"bright": bright}).execute(Options(resume=True, allow_changes=True))
+    again = load_file(later.run_dir / "model" / "model.safetensors")
+    assert all(again[name].equal(whole[name]) for name in whole)
+
+
 REFUSED = {
-    "sglang": ({"rollout": {"engine": "sglang"}}, "SGLangEngine does not take pictures, and the data have some"),
+    "replies_for_sglang": (EPISODES | {"rollout": {"engine": "sglang"}, "data": {"train": "text.jsonl"}},
+                           "SGLangEngine does not take pictures, and the run has some"),
+    "replies_for_a_model_of_text": (EPISODES | {"data": {"train": "text.jsonl"}, "model": {"path": "text"}},
+                                    "environment.images: text (llama) reads text alone; use a model with a vision"),
+    "sglang": ({"rollout": {"engine": "sglang"}}, "SGLangEngine does not take pictures, and the run has some"),
     "vllm": ({"rollout": {"engine": "vllm", "temperature": 0.7}}, "those of pictures may not: use"),
     "critic": ({"algorithm": {"name": "ppo"}}, "model cannot be used as a critic: model_type 'qwen2_5_vl' is not one"),
     "critic_of_text": ({"algorithm": {"name": "ppo"}}, "algorithm.name=ppo: a critic reads text alone"),
@@ -161,6 +220,10 @@ def test_what_takes_text_alone_is_refused_before_weights_are_read(folder, case, 
         sections = sections | {"critic": {"path": str(critic)}}
     if case == "no_picture":
         (folder / "rl.jsonl").write_text(json.dumps(ROWS[2] | {"images": []}))
+    if case.startswith("replies"):
+        monkeypatch.chdir(folder)
+        make_tiny_model(folder / "text")
+        (folder / "text.jsonl").write_text(json.dumps(ROWS[2]))
     for engine in (VLLMEngine, SGLangEngine):
         monkeypatch.setattr(engine, "package", None)  # it need not be installed to be refused
     (folder / "model" / "model.safetensors").unlink()

@@ -9,7 +9,7 @@ from typing import Any
 from atomrl.config import ConfigError
 from atomrl.tools.importers import trl_arguments
 from atomrl.tools.importers.sources import Settings, flat_yaml
-from atomrl.tools.importers.translation import TEMPLATE, VIDEOS, Translation
+from atomrl.tools.importers.translation import TEMPLATE, Translation
 from atomrl.tools.importers.trl import TRAINERS
 
 VERSION = "LLaMA-Factory of August 2026"
@@ -31,7 +31,6 @@ DEFAULTS: Settings = {
 REFUSED: Mapping[str, str] = {
     "train_on_prompt": "prompts are not trained on",
     "mask_history": "all answers of a conversation are trained on",
-    "video_max_pixels": VIDEOS,
     "tokenized_path": "it writes tokenized rows, or trains on those there and not on dataset: remove the key",
     "ref_model": "the reference is the initial model",
     "adapter_name_or_path": "merge the adapters first",
@@ -40,6 +39,7 @@ REFUSED: Mapping[str, str] = {
     "rope_scaling": "positions are those of the model",
     "mixture_of_depths": "layers are those of the model",
     "default_system": "set data.system_prompt, and remove the key",
+    "freeze_language_model": "weights of the language model are trained",
     "use_llama_pro": "all weights, or adapters, are trained",
     **dict.fromkeys((
         "use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon", "use_dft_loss", "use_asft_loss",
@@ -49,11 +49,13 @@ REFUSED: Mapping[str, str] = {
 REASONS: Mapping[str, str] = {
     **dict.fromkeys(("plot_loss", "ray_", "swanlab_", "use_swanlab"), trl_arguments.LOGGING),
     **dict.fromkeys(("overwrite_cache", "dataset_dir", "buffer_size"), trl_arguments.LOADING),
-    **dict.fromkeys(("upcast_layernorm", "use_unsloth", "use_reentrant_gc", "neat_packing", "low_cpu_mem_usage"),
+    **dict.fromkeys(("upcast_layernorm", "use_unsloth", "use_reentrant_gc", "low_cpu_mem_usage"),
                     trl_arguments.KERNEL),
     "quantization_method": "4 bits are nf4, 8 bits int8 here",
     "double_quantization": "the scales of the 4 bits are not quantised again, which is more exact",
     "do_train": "it is on",
+    "neat_packing": "the rows of a block never see each other here",
+    "video_": "rows with videos are an error when they are read",
 }  # fmt: skip
 
 
@@ -79,6 +81,7 @@ def translate(path: Path) -> Translation:
     if settings.get("quantization_bit"):
         settings[f"load_in_{settings['quantization_bit']}bit"] = True
     settings |= {"use_peft": True} if tuning == "lora" else {}
+    settings |= {"packing": True} if settings.get("neat_packing") else {}
     t = Translation("LLaMA-Factory", settings, defaults, path)
     t.version = VERSION
     t.reasons |= REASONS
@@ -119,6 +122,7 @@ def _data(t: Translation) -> None:
     if t("max_samples") is not None:
         t.put("data.train_size", t.count("max_samples"), "max_samples", because="of all data sets; there of each")
     _pictures(t)
+    t.differ("rows over cutoff_len tokens", "prompt and answer are shortened in proportion", "truncated at the end")
     if t("template") is not None:
         t.differ("chat template", f"its own {t('template')} (template)", "that of the tokenizer")
 

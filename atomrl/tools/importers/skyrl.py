@@ -138,7 +138,6 @@ REFUSED = {
     A + "advantage_batch_normalize": "advantages are those of the estimator",
     G + "zero_reward_on_non_stop": "algorithm.shaping is set by hand",
     G + "step_wise_trajectories": "turns are an environment (docs/guides/environments.md)",
-    G + "vision_language_generator": "pictures of environments are not translated (docs/guides/vision.md)",
     G + "sampling_params.min_p": "completions are sampled with temperature, top_p and top_k",
     "trainer.mtp.enabled": "heads for several tokens are not trained",
     "trainer.critic.model.lora.rank": "critics are trained without adapters",
@@ -184,6 +183,7 @@ def translate(path: Path) -> Translation:
         )
     t.put_engine(G + "inference_engine.backend", engine=str(t(G + "inference_engine.backend") or "vLLM"))
     _adapters(t)
+    _pictures(t)
     _objective(t)
     t.put("reward.functions", ["gsm8k"], "environment.env_class")
     t.differ("reward gsm8k", "1 if the last #### number is the ground truth", "without #### the last number counts too")
@@ -225,6 +225,25 @@ def _adapters(t: Translation) -> None:
         t.put("model.lora.alpha", t.number(names[1]), names[1])
         t.put("model.lora.dropout", t.number(names[2]), names[2])
         t.put("model.lora.target_modules", t(names[3]), names[3])
+
+
+def _pictures(t: Translation) -> None:
+    """Set what is trained for pictures, which are parts of the messages; the whole model is trained, or adapters of it.
+
+    Raises:
+        ConfigError: pictures are on, but the vision tower is not loaded.
+    """
+    pictures, alone = G + "vision_language_generator", [f"{P}language_model_only", "trainer.ref.language_model_only"]
+    for name in (*alone, G + "inference_engine.language_model_only"):
+        if t.flag(pictures) and t.flag(name):
+            raise t.refuse(name, True, f"the data have pictures ({pictures}=true), which it does not read")
+    for name in alone:
+        t.leave(name, "a vision tower is kept, and left as it is")
+    t.name_of([pictures])
+    if t.flag(pictures) and not t.tree["model"].get("lora"):
+        t.put("model.freeze_vision", False, pictures)
+    elif t.flag(pictures):
+        t.differ("adapters", "of the vision tower too", "of the language model alone")
 
 
 def _objective(t: Translation) -> None:

@@ -40,8 +40,6 @@ TEMPLATE = (
 )
 """Reason for refusing a key that names another chat template."""
 NO_PICTURES = "pictures are not translated for this kind of script"
-VIDEOS = "videos are not trained on"
-"""Reason for refusing keys of models that read films."""
 
 
 def misspelt(name: str, names: Iterable[str]) -> str | None:

@@ -15,7 +15,6 @@ from atomrl.tools.importers.sources import Settings, read_hydra
 from atomrl.tools.importers.translation import (
     NO_PICTURES,
     TEMPLATE,
-    VIDEOS,
     Moves,
     Translation,
     at_least_zero,
@@ -540,7 +539,7 @@ REFUSED = {
     R + "multi_turn.enable": "turns are an environment or tools (docs/guides/environments.md, "
     "docs/guides/tool_calling.md)",
     "data.tool_config_path": "tools are Python functions here (docs/guides/tool_calling.md)",
-    "data.video_key": VIDEOS,
+    "data.video_key": "videos are not trained on",
     **dict.fromkeys(
         ("distillation.enable", "distillation.enabled"), "distillation is algorithm.name=gkd or on_policy_distillation"
     ),

@@ -12,16 +12,7 @@ import numpy as np
 from atomrl.tools.ui.catalog import number
 from atomrl.tracking.reading import Run
 from atomrl.tracking.reading.lines import ReadError
-from atomrl.tracking.reading.rollouts import (
-    IMAGES,
-    SPLITS,
-    Ints,
-    Order,
-    RolloutFilter,
-    RolloutIndex,
-    TokenTable,
-    token_texts,
-)
+from atomrl.tracking.reading.rollouts import SPLITS, Ints, Order, RolloutFilter, RolloutIndex, TokenTable, token_texts
 
 # --------------------------------------------------------------------------------------------------------------------
 # Recorded tokens of a completion.
@@ -370,10 +361,9 @@ def group(index: RolloutIndex, step: int, split: str, place: int) -> dict[str, A
 
 
 def images_of(row: Mapping[str, Any]) -> list[str]:
-    """Return the names of the pictures of a row's prompt, without their folder."""
+    """Return the names of the pictures of a row's prompt, or of a turn's reply."""
     images = row.get("images")
-    names = [str(path).removeprefix(f"{IMAGES}/") for path in images] if isinstance(images, list) else []
-    return [*filter(is_picture, names)]
+    return [name for name in images if is_picture(name)] if isinstance(images, list) else []
 
 
 def is_picture(name: Any) -> bool:
@@ -382,10 +372,16 @@ def is_picture(name: Any) -> bool:
 
 
 def episode_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return a row's episode; None if it has none, or a malformed one."""
+    """Return a row's episode, with the names of pictures alone (`images_of`); None if it has none, or a malformed
+    one."""
     episode = row.get("episode")
-    turns = (episode.get("turns") or []) if isinstance(episode, dict) else None
-    return episode if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns) else None
+    if not isinstance(episode, dict):
+        return None
+    turns = episode.get("turns") or []
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        return None
+    opening = images_of({"images": episode.get("opening_images")})
+    return {**episode, "turns": [turn | {"images": images_of(turn)} for turn in turns], "opening_images": opening}
 
 
 def trained_on(index: RolloutIndex, step: int, split: str, place: int) -> dict[str, Any]:

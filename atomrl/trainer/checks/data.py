@@ -6,6 +6,7 @@ from contextlib import closing
 
 from atomrl.common.errors import reraise_as
 from atomrl.config import ConfigError, RunConfig
+from atomrl.data.files import DataError
 from atomrl.data.images import ImageStore
 from atomrl.data.problems import COMPLETIONS
 from atomrl.data.tasks import is_generator
@@ -46,17 +47,29 @@ def check_held_out(config: RunConfig, train: Sequence[Problem], held_out: Sequen
         )  # fmt: skip
 
 
-def check_image_engine(config: RunConfig) -> None:
-    """Check that the engine of a run takes pictures.
+def check_image_engine(config: RunConfig, images: ImageStore | None) -> None:
+    """Check that model and engine take the pictures of data and replies, if there are any.
+
+    Args:
+        images: those of the data; None: the model reads text alone.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: one does not, or the model has no image processor.
     """
+    if images is None and config.environment is not None and config.environment.images:
+        path = model_path(config)
+        why = why_no_images(model_config_only(path, config.model.trust_remote_code), path)
+        raise ConfigError(f"environment.images: {why}; remove the key")
+    if not images:
+        return
+    if images.reader is not None:
+        with reraise_as(ConfigError, "environment.images", DataError):
+            _ = images.reader.processor
     engine, _ = engine_class(config.rollout, model_path(config), config.model)
     if not engine.supports_images:
         others = " or ".join(name for name, kind in ENGINES.items() if kind.supports_images)
         raise ConfigError(
-            f"rollout.engine={config.rollout.engine}: {engine.__name__} does not take pictures, and the data have "
+            f"rollout.engine={config.rollout.engine}: {engine.__name__} does not take pictures, and the run has "
             f"some: use rollout.engine={others}"
         )
     if engine.package and config.cluster is not None:
@@ -81,6 +94,8 @@ def check_images(config: RunConfig, images: ImageStore | None, algorithm: Algori
         ConfigError: a part does not, or a setting of pictures has nothing to apply to.
     """
     data, model, backend = config.data, config.model, config.backend
+    if config.kind == "rl":
+        check_image_engine(config, images)
     if not images:
         keys = {"data.images_field": data.images_field, "data.min_pixels": data.min_pixels}
         keys |= {"data.max_pixels": data.max_pixels, "model.freeze_vision": None if model.freeze_vision else False}
@@ -88,8 +103,6 @@ def check_images(config: RunConfig, images: ImageStore | None, algorithm: Algori
             why = None if path is None else why_no_images(model_config_only(path, model.trust_remote_code), path)
             raise ConfigError(f"{key}: {why or 'no row of the data has a picture'}; remove the key")
         return
-    if config.kind == "rl":
-        check_image_engine(config)
     if config.kind == "reward-model":
         raise ConfigError("algorithm.name=reward_model: reward models read text alone; remove the pictures of the data")
     if "values" in algorithm.needs | algorithm.outputs:

@@ -7,19 +7,17 @@ import pytest
 import yaml
 
 from atomrl.cli.main import main
+from atomrl.common.functions import find_function
 from atomrl.config import load_config
-from atomrl.tools.importers import Imported, import_config
+from atomrl.tools.importers import import_config
 from atomrl.tools.importers.sources import flat
+from tests.tools.importers.conftest import Read
 
 FILES = Path(__file__).with_name("files")
 EXPECTED = FILES.with_name("expected")
 """Folder of the file that each import writes: made by the importer, then read against the source."""
 ALL = sorted(path.name for path in FILES.iterdir())
 SCRIPTS = ("verl_gsm8k_grpo.sh", "verl_megatron.sh", "openrlhf_ray_ppo.sh", "openrlhf_dpo.sh")
-
-
-def read(name: str, **more: object) -> Imported:
-    return import_config(FILES / name, out="ours.yaml", **more)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -66,7 +64,7 @@ def test_every_key_of_a_file_is_in_one_list_of_the_report(name: str) -> None:
     else:
         keys = set(re.findall(r"(?<=\s)\+*([a-z_]\w*(?:\.\w+)+)=|(?<=\s)--([a-z]\w*(?:\.\w+)+)", text))
         keys = {one or other for one, other in keys}
-    report = read(name)
+    report = import_config(FILES / name)
     translated = "\n".join([*report.carried, *report.approximated, *report.differences, *report.to_do])
     left = "\n".join(report.without_counterpart)
     said = {
@@ -83,57 +81,45 @@ def test_it_is_one_command_and_then_a_dry_run(name: str, offline: Path, capsys: 
     pytest.importorskip("math_verify", reason="the reward boxed needs the extra math")
     assert main(["import", str(FILES / name), "--out", "ours.yaml"]) == 0
     assert "atomrl train ours.yaml --dry-run" in capsys.readouterr().out
-    assert load_config(yaml.safe_load(Path("ours.yaml").read_text())) == read(name).config
+    assert (
+        load_config(yaml.safe_load(Path("ours.yaml").read_text()))
+        == import_config(FILES / name, out="ours.yaml").config
+    )
     assert main(["train", "ours.yaml", "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "is not a folder on this machine" in said and "a step: " in said
     assert (" problems (" if name.startswith("verl") else "not checked without them") in said
 
 
-def test_a_config_continues_to_the_plan_for_a_card(offline: Path) -> None:
-    assert main(["import", str(FILES / "verl_gsm8k_grpo.sh"), "--out", "ours.yaml"]) == 0
-    assert main(["plan", "ours.yaml", "--gpu", "8xH100"]) == 0
-
-
 # ---- GPUs ----
 
 
-def test_older_flags_of_openrlhf_say_how_many_gpus_and_what_is_left(tmp_path: Path) -> None:
+def test_older_flags_of_openrlhf_say_how_many_gpus_and_what_is_left(read: Read) -> None:
     flags = "--pretrain m --prompt_data d.jsonl --reward_pretrain r --advantage_estimator reinforce"
     more = "--colocate_all_models --actor_num_nodes 2 --actor_num_gpus_per_node 4 --zero_stage 3 --bf16"
-    (tmp_path / "run.sh").write_text(
-        f"python3 -m openrlhf.cli.train_ppo_ray {flags} {more} --normalize_reward --vllm_num_engines 4"
-    )
-    imported = import_config(tmp_path / "run.sh")
+    more += " --normalize_reward --vllm_num_engines 4"
+    imported = read(f"python3 -m openrlhf.cli.train_ppo_ray {flags} {more}")
     assert imported.report().startswith("8 GPUs (actor.num_gpus_per_node=4 x actor.num_nodes=2): ")
     assert not [line for line in imported.without_counterpart if "known to AtomRL" in line]
     assert [line for line in imported.to_do if line.startswith("reward.normalize_enable")]
 
 
-def planned(name: str, *more: str) -> tuple[int, dict[str, object], list[str]]:
-    code = main(["import", str(FILES / name), "--out", "ours.yaml", *more])
-    text = Path("ours.yaml").read_text() if code == 0 else "{}"
-    return code, yaml.safe_load(text), text.splitlines()
-
-
-def test_other_hardware_is_planned_with_its_price(offline: Path) -> None:
-    code, tree, lines = planned("verl_gsm8k_grpo.sh", "--gpus", "1", "--memory", "24GiB")
-    assert code == 0 and "backend" not in tree
-    assert "8 GPUs in the script, planned for a GPU as fast as 3090 (24 GiB)" in lines[1]
-    assert "instead of" in lines[1] and "8 of these GPUs" in lines[1]
-    assert main(["plan", "ours.yaml", "--gpu", "24GiB"]) == 0  # one mechanism, and it fits
-
-
-def test_sizes_that_do_not_divide_are_adapted_and_reported(offline: Path) -> None:
-    code, tree, lines = planned("verl_gsm8k_grpo.sh", "--memory", "12GiB")
-    assert code == 0 and "changed for it: " in lines[1]
-    assert tree["train"]["optimizer"] == "adamw8bit"  # type: ignore[index]
-    assert any("train.optimizer=adamw8bit " in line and "GiB less" in line for line in lines)
-
-
-def test_several_cards_keep_the_shards(offline: Path) -> None:
-    code, tree, lines = planned("verl_gsm8k_grpo.sh", "--gpus", "2", "--memory", "4090")
-    assert code == 0 and tree["backend"] == {"type": "fsdp"} and "2 x 4090" in lines[1]
+@pytest.mark.parametrize(("options", "backend", "said"), [
+    ("--gpus 1 --memory 24GiB", None,
+     ["8 GPUs in the script, planned for a GPU as fast as 3090 (24 GiB)", "instead of", "8 of these GPUs"]),
+    ("--memory 12GiB", None, ["changed for it: ", "GiB less", "train.optimizer=adamw8bit "]),
+    ("--gpus 2 --memory 4090", {"type": "fsdp"}, ["2 x 4090"]),
+])  # fmt: skip
+def test_other_hardware_is_planned_with_its_price(
+    options: str, backend: object, said: list[str], offline: Path
+) -> None:
+    assert main(["import", str(FILES / "verl_gsm8k_grpo.sh"), "--out", "ours.yaml", *options.split()]) == 0
+    text = Path("ours.yaml").read_text()
+    assert yaml.safe_load(text).get("backend") == backend
+    assert not [words for words in said if words not in text]
+    if options.endswith("GiB"):
+        assert main(["plan", "ours.yaml", "--gpu", options.split()[-1]]) == 0  # one mechanism, and it fits
+    assert (yaml.safe_load(text)["train"].get("optimizer") == "adamw8bit") == ("adamw8bit" in said[-1])
 
 
 def test_hardware_that_nothing_fits_is_refused_and_nothing_is_written(
@@ -153,48 +139,22 @@ def test_nothing_is_overwritten(offline: Path, capsys: pytest.CaptureFixture[str
     assert "ours.yaml already exists" in capsys.readouterr().err and Path("ours.yaml").read_text() == "mine: 1"
 
 
-@pytest.mark.parametrize(("text", "words"), [
-    ("python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=m "
-     "actor_rollout_ref.actor.optim.lrr=1e-6", "did you mean 'actor_rollout_ref.actor.optim.lr'"),
-    ("python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=m "
-     "actor_rollout_ref.actor.optm.lr=1e-6", "did you mean 'actor_rollout_ref.actor.optim.lr'"),
-    ("python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=m "
-     "trainr.total_epochs=1", "did you mean 'trainer.total_epochs'"),
-    ("python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path m --reward.remote_url http://r "
-     "--algo.advantage.estimator reinforce "
-     "--rollout.batch_sise 4", "did you mean --rollout.batch_size"),
-    ("trl dpo --model_name_or_path m --dataset_name a/b --bta 0.1", "did you mean 'beta'"),
-    ("trl dpo --model_name_or_path m --dataset_name a/b --zzzzqq 0.1", "valid names is similar"),
-])  # fmt: skip
-def test_a_misspelt_key_is_an_error_with_the_nearest(
-    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "run.sh").write_text(text)
-    assert main(["import", str(tmp_path / "run.sh"), "--out", str(tmp_path / "ours.yaml")]) == 2
-    assert words in capsys.readouterr().err
-
-
-def test_a_path_that_only_the_shell_knows_is_left_to_the_user(tmp_path: Path) -> None:
+def test_a_path_that_only_the_shell_knows_is_left_to_the_user(read: Read) -> None:
     words = "algorithm.adv_estimator=grpo data.train_files=$DATA/a.parquet data.val_files=~/b.parquet"
-    (tmp_path / "run.sh").write_text(f"python3 -m verl.trainer.main_ppo {words} actor_rollout_ref.model.path=$HOME/m\n")
-    imported = import_config(tmp_path / "run.sh")
+    imported = read(f"python3 -m verl.trainer.main_ppo {words} actor_rollout_ref.model.path=$HOME/m\n")
     home = Path.home()
     assert (imported.tree["model"]["path"], imported.tree["data"]["eval"]) == (f"{home}/m", f"{home}/b.parquet")
     assert imported.to_do == ("data.train: '$DATA/a.parquet' is known only to the shell: write its value",)
 
 
-def test_a_reward_function_of_openrlhf_is_called_as_rewards_are_here(tmp_path: Path) -> None:
+def test_a_reward_function_of_openrlhf_is_called_as_rewards_are_here(tmp_path: Path, read: Read) -> None:
     (tmp_path / "theirs.py").write_text(
         "def reward_func(queries, prompts, labels):\n"
         "    return {'rewards': [float(q == p + l) for q, p, l in zip(queries, prompts, labels)]}\n"
     )
-    flags = (
-        f"--actor.model_name_or_path m --reward.remote_url {tmp_path}/theirs.py --algo.advantage.estimator reinforce"
-    )
-    (tmp_path / "run.sh").write_text(f"python3 -m openrlhf.cli.train_ppo_ray {flags} --data.prompt_dataset rows.jsonl")
-    imported = import_config(tmp_path / "run.sh", out=tmp_path / "ours.yaml")
-    (tmp_path / "ours_rewards.py").write_text(imported.files["ours_rewards.py"])
-    from atomrl.common.functions import find_function
-
-    reward = find_function(f"{tmp_path}/ours_rewards.py:reward_func")
+    flags = f"--actor.model_name_or_path m --reward.remote_url {tmp_path}/theirs.py"
+    flags += " --algo.advantage.estimator reinforce --data.prompt_dataset rows.jsonl"
+    imported = read(f"python3 -m openrlhf.cli.train_ppo_ray {flags}")
+    (tmp_path / "a_rewards.py").write_text(imported.files["a_rewards.py"])
+    reward = find_function(f"{tmp_path}/a_rewards.py:reward_func")
     assert reward(prompts=["1+1=", "2+2="], completions=["2", "5"], ground_truth=["2", "4"], more=[0, 0]) == [1.0, 0.0]

@@ -7,7 +7,7 @@ import yaml
 
 from atomrl.common.functions import find_function
 from atomrl.config import ConfigError
-from atomrl.tools.importers import Imported, import_config
+from tests.tools.importers.conftest import Read
 
 PPO = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=m"
 SFT = "torchrun --nproc_per_node=2 -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=org/m optim.lr=2e-5"
@@ -24,15 +24,6 @@ TRL = "model_name_or_path: m\n"
 GRPO = f"{TRL}num_generations: 8\n"
 LLAMA = "model_name_or_path: m\ndo_train: true\ndataset: mine\n"
 SKYRL = "uv run -m skyrl.train.entrypoints.main_base trainer.policy.model.path=m"
-
-
-def read(tmp_path: Path, text: str, name: str = "", **more: str) -> Imported:
-    path = tmp_path / (
-        name or ("a.sh" if " " in text.splitlines()[0] and ": " not in text.splitlines()[0] else "a.yaml")
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return import_config(path, **more)
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -63,6 +54,12 @@ def read(tmp_path: Path, text: str, name: str = "", **more: str) -> Imported:
     (f"{SKYRL} generator.max_turns=3", "max_turns=3"),
     ("bash run_gsm8k.sh trainer.policy.lr=1", "starts run_gsm8k.sh of SkyRL"),
     (f"{SKYRL} environment.env_class=search", "env_class=search"),
+    (f"{SKYRL} generator.vision_language_generator=true generator.max_turns=3", "max_turns=3"),
+    (f"{SKYRL} generator.vision_language_generator=true trainer.policy.language_model_only=true",
+     "language_model_only=True has no counterpart and affects training: the data have pictures"),
+    (f"{SKYRL} generator.vision_language_generator=true generator.inference_engine.language_model_only=true",
+     "inference_engine.language_model_only=True has no counterpart"),
+    (f"{SKYRL} generator.vision_language_generator=maybe", "vision_language_generator=maybe is neither true nor"),
     (SKYRL.replace("skyrl.train.entrypoints.main_base", "examples.main_dapo"), "main_dapo of SkyRL: supported"),
     ("base_model: m\nrl: dpo", "axolotl, which is not supported: supported are verl, TRL"),
     ("policy: {model_name: m}\ngrpo: {num_prompts_per_step: 2}", "NeMo-RL, which is not supported"),
@@ -70,26 +67,26 @@ def read(tmp_path: Path, text: str, name: str = "", **more: str) -> Imported:
     ("uv run rl @ rl.toml --a b", "prime-rl, which is not supported"),
     ("llamafactory-cli train a.yaml", "give the YAML file of llamafactory-cli train"),
 ])  # fmt: skip
-def test_what_is_not_understood_is_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_what_is_not_understood_is_refused(text: str, message: str, read: Read) -> None:
     with pytest.raises(ConfigError, match=message):
-        read(tmp_path, text)
+        read(text)
 
 
 @pytest.mark.parametrize("name", ["train.py", "notebook.ipynb"])
-def test_python_is_run_and_not_imported(name: str, tmp_path: Path) -> None:
+def test_python_is_run_and_not_imported(name: str, read: Read) -> None:
     with pytest.raises(ConfigError, match=rf"atomrl run .*{name} --config-out .*yaml"):
-        read(tmp_path, "print()", name)
+        read("print()", name)
 
 
 @pytest.mark.parametrize(("name", "message"), [("bco/config.yaml", "bco by its name"), ("a.yaml", "set --trainer")])
-def test_a_trainer_that_the_keys_do_not_name_is_not_guessed(name: str, message: str, tmp_path: Path) -> None:
+def test_a_trainer_that_the_keys_do_not_name_is_not_guessed(name: str, message: str, read: Read) -> None:
     with pytest.raises(ConfigError, match=message):
-        read(tmp_path, f"{TRL}beta: 0.1", name)
+        read(f"{TRL}beta: 0.1", name)
 
 
 @pytest.mark.parametrize("name", ["kto/config.yaml", "orpo/config.yaml", "cpo/config.yaml"])
-def test_a_folder_names_the_trainer_of_an_older_file(name: str, tmp_path: Path) -> None:
-    imported = read(tmp_path, f"{TRL}torch_dtype: bfloat16", name)
+def test_a_folder_names_the_trainer_of_an_older_file(name: str, read: Read) -> None:
+    imported = read(f"{TRL}torch_dtype: bfloat16", name)
     assert imported.config.algorithm.name == name.split("/")[0]
     assert any("torch_dtype is a key of an older TRL" in line for line in imported.differences)
 
@@ -97,38 +94,35 @@ def test_a_folder_names_the_trainer_of_an_older_file(name: str, tmp_path: Path) 
 # ---- verl ----
 
 
-def test_sft_of_verl_is_sft(tmp_path: Path) -> None:
+def test_sft_of_verl_is_sft(read: Read) -> None:
     keys = "data.prompt_key=extra_info data.prompt_dict_keys=['question'] data.response_key=answer model.lora_rank=8"
-    imported = read(tmp_path, f"{SFT} {keys} data.micro_batch_size=4")
+    imported = read(f"{SFT} {keys} data.micro_batch_size=4")
     tree, config = imported.tree, imported.config
     assert (config.kind, config.model.path, config.train.rows_per_update) == ("sft", "org/m", 256)
     assert (tree["data"]["prompt_field"], tree["sft"]["completion_field"]) == ("question", "answer")
     assert "extra_info.question in the rows: write it to a column" in imported.to_do[0]
-    assert (tree["train"]["schedule"], tree["model"]["lora"]["rank"], tree["train"]["adam_beta2"]) == (
-        "cosine",
-        8,
-        0.95,
-    )
-    engine = read(tmp_path, "torchrun -m verl.trainer.sft_trainer model.path=m data.messages_key=turns engine=fsdp")
+    train = tree["train"]
+    assert (train["schedule"], tree["model"]["lora"]["rank"], train["adam_beta2"]) == ("cosine", 8, 0.95)
+    engine = read("torchrun -m verl.trainer.sft_trainer model.path=m data.messages_key=turns engine=fsdp")
     assert (engine.config.kind, engine.tree["train"]["learning_rate"]) == ("sft", 1e-3)
     assert any("messages_key=turns" in line for line in engine.to_do)
 
 
-def test_the_config_of_config_name_is_read(tmp_path: Path) -> None:
+def test_the_config_of_config_name_is_read(read: Read, tmp_path: Path) -> None:
     config = "defaults: [ppo_trainer, _self_]\nhydra: {searchpath: [x]}\n"
     config += "actor_rollout_ref: {actor: {ppo_mini_batch_size: 4}, rollout: {n: 16%s}}\n"
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "mine.yaml").write_text(config % "")
     text = f'DIR="$(pwd)"\n{PPO} --config-path="$DIR/conf" --config-name=mine'
     for place in ("a.sh", "scripts/deep/a.sh"):
-        assert read(tmp_path, text, place).config.rollout.completions_per_prompt == 16
+        assert read(text, place).config.rollout.completions_per_prompt == 16
     (tmp_path / "conf" / "mine.yaml").write_text(config % ", multi_turn: {enable: True}")
     with pytest.raises(ConfigError, match=r"multi_turn\.enable"):
-        read(tmp_path, text, "a.sh")
+        read(text, "a.sh")
 
 
-def test_search_r1_is_several_turns_of_search(tmp_path: Path) -> None:
-    imported = read(tmp_path, SEARCH)
+def test_search_r1_is_several_turns_of_search(read: Read) -> None:
+    imported = read(SEARCH)
     environment, rollout, algorithm = imported.config.environment, imported.config.rollout, imported.tree["algorithm"]
     assert environment is not None and environment.function == "search_r1"
     assert environment.args == {"url": "http://x:1/retrieve", "topk": 5, "max_searches": 2}
@@ -138,25 +132,12 @@ def test_search_r1_is_several_turns_of_search(tmp_path: Path) -> None:
     assert algorithm["kl"] | {"type": "k1", "coefficient": 0.001, "apply_to": "reward"} == algorithm["kl"]
     assert imported.tree["reward"]["functions"] == ["search_r1_em"]
     scored = f"{SEARCH} reward_model.structure_format_score=0.2"
-    assert "structure_format_score=0.2: search_r1_em gives no part" in read(tmp_path, scored).to_do[0]
-
-
-@pytest.mark.parametrize(("more", "coefficient", "dual"), [
-    ("actor_rollout_ref.actor.ppo_micro_batch_size=8", 0.01, None),  # verl 0.1
-    ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8", 0.0, 3.0),
-])  # fmt: skip
-def test_a_kl_coefficient_is_that_of_its_version(
-    more: str, coefficient: float, dual: float | None, tmp_path: Path
-) -> None:
-    imported = read(tmp_path, f"{PPO} algorithm.kl_ctrl.kl_coef=0.01 {more}")
-    assert imported.tree["algorithm"]["kl"]["coefficient"] == coefficient
-    assert imported.tree["algorithm"]["clip"]["dual"] == dual
-    assert any("kl_coef=0.01 is not applied" in line for line in imported.approximated) == (dual is not None)
+    assert "structure_format_score=0.2: search_r1_em gives no part" in read(scored).to_do[0]
 
 
 @pytest.mark.parametrize("key", ["actor_rollout_ref.rollout.zzz_zzz", "algorithm.zzz_zzz", "data.zzz_zzz", "zzz_zzz"])
-def test_a_key_that_is_not_known_is_left_to_the_user(key: str, tmp_path: Path) -> None:
-    assert f"{key}=1: not a key of verl that AtomRL knows" in read(tmp_path, f"{PPO} {key}=1").to_do[0]
+def test_a_key_that_is_not_known_is_left_to_the_user(key: str, read: Read) -> None:
+    assert f"{key}=1: not a key of verl that AtomRL knows" in read(f"{PPO} {key}=1").to_do[0]
 
 
 # ---- Shell ----
@@ -166,34 +147,25 @@ def test_a_key_that_is_not_known_is_left_to_the_user(key: str, tmp_path: Path) -
     ('"$(dirname "$0")"', "scripts"), ("$(pwd)", "scripts"), ('$(cd "$(dirname "$0")/.." && pwd)', ""),
     ("$(realpath $(dirname ${BASH_SOURCE[0]}))", "scripts"), ('"${X:=$(dirname "$0")}"', "scripts"),
 ])  # fmt: skip
-def test_what_needs_the_scripts_path_alone_is_resolved(root: str, folder: str, tmp_path: Path) -> None:
+def test_what_needs_the_scripts_path_alone_is_resolved(root: str, folder: str, read: Read, tmp_path: Path) -> None:
     text = f"DIR={root}\n{OPENRLHF} --reward.remote_url ${{DIR}}/r.py"
-    files = read(tmp_path, text, "scripts/a.sh").files
+    files = read(text, "scripts/a.sh").files
     assert f'"{tmp_path / folder / "r.py"}:reward_func"' in files["a_rewards.py"]
 
 
-def test_another_substitution_is_one_word_and_left_to_the_user(tmp_path: Path) -> None:
-    imported = read(tmp_path, f"URL=$(my-tool --port 3 && echo x)\n{OPENRLHF} --reward.remote_url ${{URL}}/score")
+def test_another_substitution_is_one_word_and_left_to_the_user(read: Read) -> None:
+    imported = read(f"URL=$(my-tool --port 3 && echo x)\n{OPENRLHF} --reward.remote_url ${{URL}}/score")
     [function] = imported.tree["reward"]["functions"]
     assert function == {"function": "http", "args": {"url": "$(my-tool --port 3 && echo x)/score"}}
     assert any(line.startswith("reward.functions") and "known only to the shell" in line for line in imported.to_do)
 
 
-def test_a_command_in_bash_c_is_read(tmp_path: Path) -> None:
-    imported = read(
-        tmp_path, f'srun -N 2 bash -c "pip install x && ray job submit -- {OPENRLHF} --reward.remote_url r.py"'
-    )
-    assert imported.config.model.path == "m"
-
-
 # ---- TRL, and recipes for it ----
 
 
-def test_a_recipe_with_keys_of_an_older_trl(tmp_path: Path) -> None:
+def test_a_recipe_with_keys_of_an_older_trl(read: Read, tmp_path: Path) -> None:
     text = f"{GRPO}torch_dtype: bfloat16\nbenchmarks: [a]\nreward_funcs: [accuracy, format, tag_count]"
-    imported = read(
-        tmp_path, f"{text}\nsystem_prompt: Think.\ndataset_prompt_column: problem\nreward_weights: [1, 1, 0.5]"
-    )
+    imported = read(f"{text}\nsystem_prompt: Think.\ndataset_prompt_column: problem\nreward_weights: [1, 1, 0.5]")
     data, functions = imported.tree["data"], imported.tree["reward"]["functions"]
     assert (data["system_prompt"], data["prompt_field"], data["answer_field"]) == ("Think.", "problem", "solution")
     assert [one.get("weight", 1.0) for one in functions] == [1.0, 1.0, 0.5]
@@ -207,24 +179,24 @@ def test_a_recipe_with_keys_of_an_older_trl(tmp_path: Path) -> None:
         assert reward(prompts=["", ""], completions=[good, "<think>\nx"]) == expected
 
 
-def test_a_mixture_and_a_template_of_a_recipe(tmp_path: Path) -> None:
+def test_a_mixture_and_a_template_of_a_recipe(read: Read) -> None:
     mixture = {
         "datasets": [{"id": "a/b", "config": "c", "split": "dev", "weight": 0.5}, {"id": "d/e"}],
         "test_split_size": 9,
     }
     recipe = {"model_name_or_path": "m", "chat_template": "{{ x }}", "dataset_mixture": mixture, "max_seq_length": 77}
-    imported = read(tmp_path, yaml.safe_dump(recipe), "sft/a.yaml")
+    imported = read(yaml.safe_dump(recipe), "sft/a.yaml")
     assert imported.tree["data"]["train"] == ["a/b:c:dev[:50%]", "d/e::train"]
     assert imported.files == {"a.jinja": "{{ x }}"} and imported.tree["data"]["chat_template"].endswith("a.jinja")
     assert imported.config.train.max_row_tokens == 77 and "test_split_size=9" in imported.to_do[0]
 
 
-def test_flags_of_a_command_override_its_config(tmp_path: Path) -> None:
+def test_flags_of_a_command_override_its_config(read: Read, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("model_name_or_path: m\nbeta: 0.3\nlearning_rate: 1.0e-4\n")
-    config = read(tmp_path, "trl dpo --config c.yaml --learning_rate 1e-6 --use_peft").config
+    config = read("trl dpo --config c.yaml --learning_rate 1e-6 --use_peft").config
     assert (config.model.path, config.train.learning_rate) == ("m", 1e-6)
     assert config.model.lora is not None and config.model.lora.dropout == 0.0  # DPO switches every dropout off
-    config = read(tmp_path, "trl sft --model_name_or_path m --use_peft").config
+    config = read("trl sft --model_name_or_path m --use_peft").config
     assert config.model.lora is not None and config.model.lora.dropout == 0.05
 
 
@@ -232,39 +204,37 @@ def test_flags_of_a_command_override_its_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("stage", "kind"), [("sft", "sft"), ("dpo", "preference"), ("rm", "reward-model")])
-def test_a_stage_of_llama_factory_is_its_kind_of_run(stage: str, kind: str, tmp_path: Path) -> None:
-    imported = read(tmp_path, f"{LLAMA}stage: {stage}\nfinetuning_type: full\ncutoff_len: 99\nzzz: 1")
+def test_a_stage_of_llama_factory_is_its_kind_of_run(stage: str, kind: str, read: Read) -> None:
+    imported = read(f"{LLAMA}stage: {stage}\nfinetuning_type: full\ncutoff_len: 99\nzzz: 1")
     assert (imported.config.kind, imported.config.train.max_row_tokens) == (kind, 99)
     assert imported.tree["train"]["learning_rate"] == 5e-5 and imported.tree["model"]["dtype"] == "float32"
     assert [line.partition("=")[0] for line in imported.to_do if "=" in line] == ["dataset", "zzz"]
 
 
-def test_adapters_of_llama_factory(tmp_path: Path) -> None:
-    lora = read(tmp_path, f"{LLAMA}stage: sft\nfinetuning_type: lora\nlora_rank: 4\nlora_target: all").tree["model"][
-        "lora"
-    ]
-    assert lora == {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
-
-
-def test_skyrl_counts_prompts_in_its_mini_batches(tmp_path: Path) -> None:
+def test_skyrl_counts_prompts_in_its_mini_batches(read: Read) -> None:
     keys = "trainer.policy_mini_batch_size=8 trainer.train_batch_size=16 generator.n_samples_per_prompt=4 zzz.y=1"
-    imported = read(tmp_path, f': "${{N:=2}}"\n{SKYRL} {keys} trainer.placement.policy_num_gpus_per_node=$N', "a.sh")
+    imported = read(f': "${{N:=2}}"\n{SKYRL} {keys} trainer.placement.policy_num_gpus_per_node=$N', "a.sh")
     assert (imported.config.train.rows_per_update, imported.config.rollout.prompts_per_step) == (32, 16)
     assert (imported.gpus, imported.tree["algorithm"]["kl"]["coefficient"]) == (2, 0.001)
     assert [line.partition("=")[0] for line in imported.to_do] == ["zzz.y"]
 
 
-def test_pictures_are_those_of_their_column(tmp_path: Path) -> None:
-    verl = read(tmp_path, f"{PPO} data.image_key=pics actor_rollout_ref.rollout.limit_images=4")
+def test_pictures_are_those_of_their_column(read: Read) -> None:
+    verl = read(f"{PPO} data.image_key=pics actor_rollout_ref.rollout.limit_images=4")
     assert (verl.tree["data"]["images_field"], verl.tree["model"]["freeze_vision"]) == ("pics", False)
-    adapted = read(tmp_path, f"{PPO} data.image_key=images actor_rollout_ref.model.lora_rank=8")
+    adapted = read(f"{PPO} data.image_key=images actor_rollout_ref.model.lora_rank=8")
     assert "freeze_vision" not in adapted.tree["model"]
     openrlhf = f"{OPENRLHF} --reward.remote_url r.py --data.image_key images --actor.freeze_visual_encoder"
-    assert read(tmp_path, openrlhf).tree["model"]["freeze_vision"] is True
+    assert read(openrlhf).tree["model"]["freeze_vision"] is True
     old_verl = f"{PPO} actor_rollout_ref.actor.ppo_micro_batch_size=4"
     for script in (f"{SFT} data", f"{old_verl} data", f"{OPENRLHF_SFT} --data"):
         with pytest.raises(ConfigError, match=r"data\.image_key=pics .*pictures are not translated"):
-            read(tmp_path, f"{script}.image_key=pics")
-    llama = read(tmp_path, f"{LLAMA}stage: sft\nfinetuning_type: full\nimage_max_pixels: 9000")
+            read(f"{script}.image_key=pics")
+    llama = read(f"{LLAMA}stage: sft\nfinetuning_type: full\nimage_max_pixels: 9000")
     assert (llama.tree["data"]["max_pixels"], llama.tree["data"]["min_pixels"]) == (9000, 1024)
     assert llama.tree["model"]["freeze_vision"] is True
+    for keys, frozen in (("", False), (" trainer.policy.model.lora.rank=8", None)):
+        skyrl = read(tmp_path, f"{SKYRL} generator.vision_language_generator=true{keys}")
+        assert skyrl.tree["model"].get("freeze_vision") is frozen and not skyrl.to_do
+    alone = read(tmp_path, f"{SKYRL} trainer.policy.language_model_only=true").tree["model"]
+    assert "freeze_vision" not in alone

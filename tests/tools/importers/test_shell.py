@@ -9,48 +9,35 @@ from atomrl.tools.importers import import_config
 from atomrl.tools.importers.shell import read_script
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("a=1\nb=${a}2\nrun $b '$b' \"$b\"", ["run", "12", "$b", "12"]),
-        ("run ${X:-d} ${Y-e}", ["run", "d", "e"]),
-        ("x=\ny=${x:-4}\nrun $y", ["run", "4"]),
-        ("p=a/b\nf=${f:-\"['$p', 'c']\"}\nrun \"k=$f\"", ["run", "k=[a/b, c]"]),
-        ("# a comment \\\nrun a", ["run", "a"]),
-        ("read -r -d '' words <<EOF\nmodule \\\n  --a 1\nEOF\nrun $words", ["run", "module", "--a", "1"]),
-        ("x=$((2 * (3 + 4)))\nrun $x $((x / 2))", ["run", "14", "7"]),
-        ("run a \\\n  b # c d\n", ["run", "a", "b"]),
-        ("A=(x 'y z'  # why\n  w)\nrun \"${A[@]}\"", ["run", "x", "y z", "w"]),
-        ("A=(x)\nA+=(y)\nrun ${A[@]}", ["run", "x", "y"]),
-        ('f="[\'$q\']"\nq=1\nrun "$f"', ["run", "['$q']"]),
-        ("run a#b", ["run", "a#b"]),
-        ("A=16; B=4\nrun $A $B", ["run", "16", "4"]),
-        ("A=16;\nrun $A", ["run", "16"]),
-        ('run "a;b" 2>&1 | tee log', ["tee", "log"]),
-        ("cd a && run 'b && c' $((4|1)) &", ["run", "b && c", "$((4|1))"]),
-        ("while true; do run a; done", ["run", "a"]),
-        ('run "$@" b', ["run", "", "b"]),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ("a=1\nb=${a}2\nrun $b '$b' \"$b\"", ["run", "12", "$b", "12"]),
+    ("run ${X:-d} ${Y-e}", ["run", "d", "e"]),
+    ("x=\ny=${x:-4}\nrun $y", ["run", "4"]),
+    ("p=a/b\nf=${f:-\"['$p', 'c']\"}\nrun \"k=$f\"", ["run", "k=[a/b, c]"]),
+    ("# a comment \\\nrun a", ["run", "a"]),
+    ("read -r -d '' words <<EOF\nmodule \\\n  --a 1\nEOF\nrun $words", ["run", "module", "--a", "1"]),
+    ("x=$((2 * (3 + 4)))\nrun $x $((x / 2))", ["run", "14", "7"]),
+    ("run a \\\n  b # c d\n", ["run", "a", "b"]),
+    ("A=(x 'y z'  # why\n  w)\nrun \"${A[@]}\"", ["run", "x", "y z", "w"]),
+    ("A=(x)\nA+=(y)\nrun ${A[@]}", ["run", "x", "y"]),
+    ('f="[\'$q\']"\nq=1\nrun "$f"', ["run", "['$q']"]),
+    ("run a#b", ["run", "a#b"]),
+    ("A=16; B=4\nrun $A $B", ["run", "16", "4"]),
+    ("A=16;\nrun $A", ["run", "16"]),
+    ('run "a;b" 2>&1 | tee log', ["tee", "log"]),
+    ("cd a && run 'b && c' $((4|1)) &", ["run", "b && c", "$((4|1))"]),
+    ("while true; do run a; done", ["run", "a"]),
+    ('run "$@" b', ["run", "", "b"]),
+])  # fmt: skip
 def test_words_of_a_script(text: str, words: list[str]) -> None:
     assert read_script(text, "s.sh").commands[-1] == words
 
 
-@pytest.mark.parametrize(
-    ("line", "word"),
-    [
-        ("${path##*/}", "base.sh"),
-        ("${path#*/}", "b/base.sh"),
-        ("${path%.sh}", "a/b/base"),
-        ("${path%%/*}", "a"),
-        ("${path:2}", "b/base.sh"),
-        ("${path:2:1}", "b"),
-        ("${n:-${path}}", "4"),
-        ("${none:-${path%%/*}}", "a"),
-        ("${path/a/b}", "${path/a/b}"),
-        ("x$1", "x$1"),
-    ],
-)
+@pytest.mark.parametrize(("line", "word"), [
+    ("${path##*/}", "base.sh"), ("${path#*/}", "b/base.sh"), ("${path%.sh}", "a/b/base"), ("${path%%/*}", "a"),
+    ("${path:2}", "b/base.sh"), ("${path:2:1}", "b"), ("${n:-${path}}", "4"), ("${none:-${path%%/*}}", "a"),
+    ("${path/a/b}", "${path/a/b}"), ("x$1", "x$1"),
+])  # fmt: skip
 def test_parts_of_variables(line: str, word: str) -> None:
     script = read_script(f"n=4\npath=a/b/base.sh\nrun {line}", "s.sh")
     assert script.commands == [["run", word]] and (bool(script.notes) == ("$" in word or "none" in line))

@@ -207,7 +207,7 @@ function Group({ run, rest, query }) {
   </aside>`;
 }
 
-/** The pictures of a prompt, in the order of its <image>. */
+/** The pictures of a prompt or a reply, in the order of its <image>. */
 function Pictures({ run, names }) {
   if (!names || !names.length) return null;
   return html`<p class="pictures">${names.map((name, i) => html`<a href=${`/api/runs/${run.id}/images/${name}`} target="_blank" rel="noreferrer"><img src=${`/api/runs/${run.id}/images/${name}`} alt=${t("picture_n", { n: i + 1 })} title=${name} loading="lazy" /></a>`)}</p>`;
@@ -227,19 +227,20 @@ function Member({ run, member, step, split, chosen, math, scale }) {
     ${math && html`<p class="math">A = ${math}</p>`}
     ${failures.map(([name, said]) => html`<p class="error">${visible(name)}: ${visible(said)}</p>`)}
     ${shown ? html`<${Tokens} run=${run} step=${step} split=${split} place=${member.place} text=${member.completion} />` : html`<pre class="text" tabindex="0">${visible(member.completion)}</pre>`}
-    ${member.episode && html`<${Episode} episode=${member.episode} />`}
+    ${member.episode && html`<${Episode} run=${run} episode=${member.episode} />`}
   </li>`;
 }
 
-function Episode({ episode }) {
+function Episode({ run, episode }) {
   const turns = episode.turns || [];
   /** The turn (from 1) at which this one was dropped from the model's context; null if it never was. */
   const droppedBy = turns.map((_, i) => turns.findIndex((turn, later) => later > i && (turn.sees_from || 0) > i) + 1 || null);
   const dropped = droppedBy.filter(Boolean).length;
   return html`<details><summary>${t("turns", { n: turns.length })}${dropped > 0 && html` <span class="warning">! ${t("n_dropped", { n: dropped })}</span>`}</summary>
     ${episode.opening && html`<pre class="text reply" tabindex="0" aria-label=${t("prompt")}>${visible(episode.opening)}</pre>`}
+    <${Pictures} run=${run} names=${episode.opening_images} />
     ${turns.map((turn, i) => html`${droppedBy[i] && html`<p class="warning"><span aria-hidden="true">✂ </span>${t("dropped_by", { turn: i + 1, by: droppedBy[i] })}</p>`}<pre class=${`text ${droppedBy[i] ? "dropped" : ""}`} tabindex="0" aria-label=${t("completion")}>${visible(turn.text ?? "")}</pre>
-      ${(turn.reply || turn.labels?.length > 0 || typeof turn.reward === "number") && html`<p class="faint">${visible((turn.labels ?? []).filter(Boolean).join(", "))} ${number(turn.seconds)} s${typeof turn.reward === "number" && html` · ${t("reward")} ${number(turn.reward)}`}</p><pre class="text reply" tabindex="0" aria-label=${t("reply")}>${visible(turn.reply ?? "")}</pre>`}`)}
+      ${(turn.reply || turn.labels?.length > 0 || typeof turn.reward === "number") && html`<p class="faint">${visible((turn.labels ?? []).filter(Boolean).join(", "))} ${number(turn.seconds)} s${typeof turn.reward === "number" && html` · ${t("reward")} ${number(turn.reward)}`}</p><pre class="text reply" tabindex="0" aria-label=${t("reply")}>${visible(turn.reply ?? "")}</pre><${Pictures} run=${run} names=${turn.images} />`}`)}
     <p>${t("ended")}: ${visible(episode.ended ?? "")} ${visible(episode.message ?? "")}</p></details>`;
 }
 
