@@ -59,7 +59,7 @@ def main(folder: Path) -> None:
     axis.set_title("Accuracy", loc="left")
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 0.36))
+    axis.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 0.4))
     figure.savefig(PICTURE, dpi=110)
 
 
