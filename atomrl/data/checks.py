@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from atomrl.data.files import DataError, RawRow, error_list
 from atomrl.data.given import demonstration_reader, preference_reader
 from atomrl.data.images import ImageStore
+from atomrl.data.pictures import thumbnail
 from atomrl.data.problems import COMPLETIONS, PromptContent, problem_reader, read_source, to_problems
 from atomrl.data.stored import repeated
 from atomrl.data.tasks import normalise_content
@@ -42,7 +43,7 @@ def first_rows(problems: Sequence[Problem], images: ImageStore | None) -> list[d
         pictures = [
             {
                 "source": image.source, "width": image.width, "height": image.height,
-                "thumbnail": base64.b64encode(images.thumbnail(image.name)).decode(),
+                "thumbnail": base64.b64encode(thumbnail(images.content(image.name))).decode(),
             }
             for image in (problem.images[:SHOWN] if images else ())
         ]  # fmt: skip

@@ -25,7 +25,6 @@ from atomrl.types import Image, Problem
 
 INDEX = "index.json"
 """File in the folder of pictures: path -> name, for a resumed run whose files are gone."""
-THUMBNAIL = 96
 
 
 class ImageStore:
@@ -154,13 +153,6 @@ class ImageStore:
         if hashlib.sha256(content).hexdigest() != name.partition(".")[0]:
             raise DataError(f"{at} has changed since the run began to read its data: start it again")
         return content
-
-    def thumbnail(self, name: str) -> bytes:
-        """Return a picture as a PNG with at most `THUMBNAIL` pixels a side."""
-        picture, file = decoded(self.content(name)), io.BytesIO()
-        picture.thumbnail((THUMBNAIL, THUMBNAIL))
-        picture.save(file, "PNG")
-        return file.getvalue()
 
     def write(self) -> None:
         """Write the pictures that the folder does not have yet, and the paths that they came from."""

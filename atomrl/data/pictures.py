@@ -16,6 +16,7 @@ SUFFIXES = {"PNG": "png", "JPEG": "jpg", "MPO": "jpg", "WEBP": "webp", "GIF": "g
 """Formats that are read, by Pillow's name, and the suffixes of their files in the run's folder."""
 STARTS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "Qk0")
 """First characters of PNG, JPEG, GIF, WebP and BMP files in base64."""
+THUMBNAIL = 96
 MOST_PIXELS = 100_000_000
 """Most pixels of a picture: decoded, it takes three bytes for each."""
 
@@ -92,6 +93,14 @@ def decoded(content: bytes) -> Any:
         picture = module.new("RGBA", front.size, (255, 255, 255, 255))
         picture.alpha_composite(front)
     return picture.convert("RGB")
+
+
+def thumbnail(content: bytes) -> bytes:
+    """Return a picture, decoded, as a PNG with at most `THUMBNAIL` pixels a side."""
+    picture, file = decoded(content), io.BytesIO()
+    picture.thumbnail((THUMBNAIL, THUMBNAIL))
+    picture.save(file, "PNG")
+    return file.getvalue()
 
 
 def opened(content: bytes) -> Any:

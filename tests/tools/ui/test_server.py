@@ -449,7 +449,7 @@ def test_a_plan_shows_the_first_rows_with_their_pictures_made_small_and_drawn_an
     row = {"prompt": "<image>how many?", "images": ["red.jpg"], "ground_truth": "1"}
     (tmp_path / "train.jsonl").write_text((json.dumps(row) + "\n") * 8)
     config = {"model": {"path": str(tmp_path / "model")}, "data": {"train": str(tmp_path / "train.jsonl")}}
-    config |= {"rollout": {"engine": "hf"}, "reward": {"functions": ["exact_match"]}, "output_dir": str(tmp_path)}
+    config |= {"rollout": {"engine": "hf"}, "reward": {"functions": ["exact_match"]}, "run_name": "sees"}
     plan = Launcher(tmp_path).plan(json.dumps(config), Home())
     assert plan["fits"], plan["text"]
     assert len(plan["rows"]) == 3
