@@ -28,7 +28,7 @@ if find_spec("hypothesis") is not None:
     settings.register_profile("others", **anywhere)
     settings.load_profile("same")
 if find_spec("triton") is None:  # their doctests cannot be looked for
-    collect_ignore = ["atomrl/engines/triton_kernels.py", "atomrl/models/nf4_kernels.py"]
+    collect_ignore_glob = ["atomrl/engines/native/triton_*.py", "atomrl/models/nf4_kernels.py"]
 if not torch.cuda.is_available():  # before anything imports Triton, whose kernels can then be run
     os.environ["TRITON_INTERPRET"] = "1"
 

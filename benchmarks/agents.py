@@ -33,8 +33,9 @@ from rollout import make_model  # noqa: E402
 
 from atomrl.config import EnvironmentConfig  # noqa: E402
 from atomrl.engines.episodes import EpisodeEngine  # noqa: E402
-from atomrl.engines.native import NativeEngine  # noqa: E402
-from atomrl.engines.requests import EngineOptions, generate  # noqa: E402
+from atomrl.engines.generation import generate  # noqa: E402
+from atomrl.engines.native.engine import NativeEngine  # noqa: E402
+from atomrl.engines.requests import EngineOptions  # noqa: E402
 from atomrl.environments import Reply  # noqa: E402
 from atomrl.environments.pool import Answer  # noqa: E402
 from atomrl.models.loading import load_tokenizer  # noqa: E402

@@ -29,11 +29,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from atomrl.config import DataConfig, EnvironmentConfig
-from atomrl.data.problems import DataProcessor
+from atomrl.data.processor import DataProcessor
 from atomrl.data.rows import to_rows
 from atomrl.engines.episodes import EpisodeEngine
 from atomrl.engines.fake import FakeEngine
-from atomrl.engines.requests import RequestState, generate
+from atomrl.engines.generation import generate
+from atomrl.engines.requests import RequestState
 from atomrl.environments import Reply
 from atomrl.environments.pool import Answer
 from atomrl.environments.worker import as_replies

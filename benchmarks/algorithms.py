@@ -79,7 +79,7 @@ def sized(tree: Mapping[str, Any], model: str, seed: int, folder: Path) -> dict[
 def counting_engine(budget: int) -> Any:
     """The native engine; when the completions drawn in training have `budget` tokens, it asks for this step to be the
     last."""
-    from atomrl.engines.native import NativeEngine
+    from atomrl.engines.native.engine import NativeEngine
     from atomrl.types import GenerationOutput, GenerationRequest
 
     class Counted(NativeEngine):
@@ -149,7 +149,7 @@ def one_run(tree: dict[str, Any], budget: int, result_file: Path) -> None:
     """Evaluate, train, evaluate; in a process of its own."""
     from transformers import AutoModelForCausalLM
 
-    from atomrl.tracking.reading import comparison as curves
+    from atomrl.tracking.reading import plots as curves
     from atomrl.tracking.reading.lines import read_metrics
     from atomrl.trainer import prepare_run
     from atomrl.trainer.build import ENGINES

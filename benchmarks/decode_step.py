@@ -69,13 +69,13 @@ the host and no look at a value."""
 
 @contextmanager
 def triton_ops() -> Iterator[types.ModuleType]:
-    """`atomrl.engines.triton_kernels`, also without Triton: kernels are then names that can be launched."""
+    """`atomrl.engines.native.triton_ops`, also without Triton: kernels are then names that can be launched."""
     try:
         import triton  # noqa: F401
     except ImportError:
         pass
     else:
-        from atomrl.engines import triton_kernels as module
+        from atomrl.engines.native import triton_ops as module
 
         yield module
         return
@@ -98,9 +98,13 @@ def triton_ops() -> Iterator[types.ModuleType]:
     added = {"triton": fake, "triton.language": language}
     sys.modules.update(added)
     try:
-        import atomrl.engines.triton_kernels as module
+        import atomrl.engines.native.triton_ops as module
     finally:
-        for name in (*added, "atomrl.engines.triton_kernels", "atomrl.engines.triton_kernels"):
+        for name in (
+            *added,
+            "atomrl.engines.native.triton_kernels",
+            "atomrl.engines.native.triton_ops",
+        ):
             sys.modules.pop(name, None)
     yield module
 
@@ -121,10 +125,12 @@ def recorded(module: types.ModuleType) -> Iterator[list]:
 
 def step_on(module, device: torch.device, rows: int, adapters: int = 0, dtype=torch.bfloat16, **shape):
     """A step of `rows` rows as a function, all of its tensors on a device."""
-    from atomrl.engines.cache import DecodeBatch, PagedKVCache
-    from atomrl.engines.decoder import DecoderModel, WideLinear
-    from atomrl.engines.paged import DecodeStep, Drawing, StepRows
-    from atomrl.models.gpt import DecoderSpec
+    from atomrl.engines.native.cache import DecodeBatch
+    from atomrl.engines.native.decode_step import DecodeStep, Drawing, StepRows
+    from atomrl.engines.native.decoder import DecoderModel
+    from atomrl.engines.native.linear import WideLinear
+    from atomrl.engines.native.pages import PagedKVCache
+    from atomrl.models.decoder_spec import DecoderSpec
     from atomrl.protocols import Adapter
 
     spec = DecoderSpec(**(QWEN | shape))
@@ -154,9 +160,9 @@ def step_on(module, device: torch.device, rows: int, adapters: int = 0, dtype=to
 
 def example_rows(cache):
     """Four rows of two groups, for a cache that holds 33 tokens of each."""
-    from atomrl.engines.batching import GROUP, LENGTH, MEMBER, PROMPT_LENGTH, SLOT
-    from atomrl.engines.cache import DecodeBatch
-    from atomrl.engines.paged import StepRows, tiles_of
+    from atomrl.engines.native.batching import GROUP, LENGTH, MEMBER, PROMPT_LENGTH, SLOT
+    from atomrl.engines.native.cache import DecodeBatch
+    from atomrl.engines.native.decode_step import StepRows, tiles_of
 
     state = torch.zeros(10, 4, dtype=torch.int64)
     state[SLOT], state[GROUP], state[MEMBER] = torch.arange(4), torch.tensor([0, 0, 1, 0]), torch.tensor([0, 1, 0, 2])
@@ -176,7 +182,7 @@ def count_step(adapters: int = 0, rows: int = 256) -> tuple[Counter[str], Counte
 
 def count_slots() -> int:
     """Operators of a step over slots in PyTorch at 28 layers, with the draw."""
-    from atomrl.engines.requests import requests_of
+    from atomrl.engines.generation import requests_of
     from atomrl.types import SamplingParams
     from tests.prompts import prompts_of
 
@@ -198,7 +204,7 @@ def tiny_engine(folder: Path, ops=None, **shape):
     """The native engine with a tiny model in float32, by slots in PyTorch or by pages."""
     from transformers import AutoTokenizer
 
-    from atomrl.engines.native import NativeEngine
+    from atomrl.engines.native.engine import NativeEngine
     from atomrl.engines.requests import EngineOptions
     from tests.tiny import make_tiny_model
 
@@ -227,9 +233,10 @@ def ragged_memory(rows: int = 256, members: int = 8, prompt: int = 250, mean: fl
     Returns:
         Pages, tokens (a prompt once for its group), slots of the longest row (likewise), slots with a prompt each.
     """
-    from atomrl.engines.cache import PagedKVCache
-    from atomrl.engines.decoder import DecoderModel, WideLinear
-    from atomrl.models.gpt import DecoderSpec
+    from atomrl.engines.native.decoder import DecoderModel
+    from atomrl.engines.native.linear import WideLinear
+    from atomrl.engines.native.pages import PagedKVCache
+    from atomrl.models.decoder_spec import DecoderSpec
 
     chance = random.Random(0)
     spec = DecoderSpec(**QWEN)
@@ -325,7 +332,7 @@ def run_schedule(engine, seed: int, weights) -> dict:
 def compare_schedules(count: int, slots=None, pages=None) -> tuple[int, int, float]:
     """Tokens drawn in random schedules, those that pages drew otherwise than slots, and the largest difference of a
     log-prob."""
-    from atomrl.engines.paged import PlainOps
+    from atomrl.engines.native.decode_step import PlainOps
 
     with tempfile.TemporaryDirectory() as folder:
         slots, pages = (tiny_engine(Path(folder), ops, num_hidden_layers=1) for ops in (None, PlainOps()))

@@ -32,13 +32,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 import habits
 
 from atomrl.config import load_config, merge_trees, parse_overrides, read_yaml
-from atomrl.engines.native import NativeEngine
+from atomrl.engines.native.engine import NativeEngine
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import save_model
 from atomrl.models.tokenizer import make_tokenizer
 from atomrl.protocols import WeightUpdate
 from atomrl.tracking.doctor import diagnose
-from atomrl.tracking.doctor.rules import is_evaluation
+from atomrl.tracking.doctor.findings import is_evaluation
 from atomrl.tracking.reading.lines import read_metrics
 from atomrl.trainer import prepare_run
 from atomrl.weight_sync import transfer

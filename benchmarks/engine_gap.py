@@ -35,8 +35,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from atomrl.cli.main import main as atomrl
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig, ResourceConfig
+from atomrl.engines.generation import requests_of
 from atomrl.engines.replicas import ReplicatedEngine
-from atomrl.engines.requests import EngineOptions, requests_of
+from atomrl.engines.requests import EngineOptions
 from atomrl.engines.vllm import VLLMEngine
 from atomrl.protocols import RolloutEngine, WeightUpdate
 from atomrl.types import GenerationOutput, Problem, Prompt, SamplingParams

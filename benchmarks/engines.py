@@ -117,7 +117,7 @@ def serve(line: Connection, kind: Kind, folders: dict[str, str], dtype: str, thr
     torch.set_num_threads(threads)
     from atomrl.cluster.ray_cluster import RayCluster
     from atomrl.config import RunConfig
-    from atomrl.engines.requests import generate
+    from atomrl.engines.generation import generate
     from atomrl.models.loading import load_tokenizer
     from atomrl.trainer.build import build_engine
     from atomrl.types import SamplingParams

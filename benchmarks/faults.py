@@ -105,7 +105,7 @@ class TrainingRun:
         """Process ids of a role; of `reward`, the workers; of one of Ray's own processes."""
         if role in ("raylet", "gcs_server"):
             return [pid for pid, name in self.processes().items() if name.partition(" ")[0].endswith(f"/{role}")]
-        wanted = "atomrl.rewards.calling" if role == "reward" else f"ray::{role}"
+        wanted = "atomrl.rewards.workers" if role == "reward" else f"ray::{role}"
         return sorted(pid for pid, name in self.ours().items() if wanted in name)
 
     @property

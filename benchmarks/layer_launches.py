@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from atomrl.config import LoraConfig
 from atomrl.models.attention import row_attention
 from atomrl.models.gpt import GPT
+from atomrl.models.known_shapes import planning_shape
 from atomrl.models.lora import add_adapters
-from atomrl.models.memory import planning_shape
 
 PRODUCTS = {"mm", "addmm", "addmm_", "linear"}
 """Names of matrix products. Attention is not counted: on meta tensors it is PyTorch's, on a GPU one kernel."""

@@ -38,7 +38,7 @@ from atomrl.algorithms.grpo import GRPO
 from atomrl.backends.local import LocalBackend
 from atomrl.batches import TrainingBatch
 from atomrl.config import ModelConfig, TrainConfig
-from atomrl.models import attention as shared_prefix
+from atomrl.models import stream as shared_prefix
 from atomrl.models import transformers_model
 
 CONFIGS = {"gpt": Qwen2Config, "mistral": MistralConfig}

@@ -255,8 +255,9 @@ have 13 tokens at its start and 25 at its end."""
 
 def beside_generation(name: str, repeats: int) -> dict[str, Any]:
     """Milliseconds of drawing a step's groups, of writing them, and of claiming and finishing them: medians."""
-    from atomrl.engines.native import NativeEngine
-    from atomrl.engines.requests import EngineOptions, generate
+    from atomrl.engines.generation import generate
+    from atomrl.engines.native.engine import NativeEngine
+    from atomrl.engines.requests import EngineOptions
     from atomrl.models.gpt import new_gpt
     from atomrl.models.loading import save_model
     from tests.tiny import make_tiny_tokenizer

@@ -53,7 +53,7 @@ from atomrl.config import FSDPConfig, ModelConfig, RunConfig, TrainConfig, load_
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import save_model
 from atomrl.trainer.memory import memory_estimate, peak_of
-from atomrl.weight_sync.channels import LOOPBACK, open_store
+from atomrl.weight_sync.broadcast import LOOPBACK, open_store
 
 SIZES = {"3M": {"layers": 3, "hidden": 256, "heads": 4}, "53M": {"layers": 12, "hidden": 576, "heads": 8}}
 ROWS, TOKENS, PROMPT, VOCABULARY = 64, 168, 40, 4096

@@ -183,7 +183,7 @@ def audited_call(name: str, texts: list[str]) -> int:
 def reasoning_gym_samples(count: int) -> dict[str, Any]:
     """Problems of the tasks whose own scorers evaluate answers."""
     from atomrl.data.tasks import generate
-    from atomrl.rewards.verifiable import ARITHMETIC_TASKS, FORMULA_TASKS, LITERAL_TASKS
+    from atomrl.rewards.tasks import ARITHMETIC_TASKS, FORMULA_TASKS, LITERAL_TASKS
 
     names = [*ARITHMETIC_TASKS, *FORMULA_TASKS, *LITERAL_TASKS]
     rows = {name: next(iter(generate(f"reasoning_gym:{name}", 1))) for name in names}

@@ -108,7 +108,7 @@ Runner = Callable[[str, int], tuple[int, float]]
 
 def our_runner(make_engine: Callable[[Path], object], folders: dict[str, Path]) -> Runner:
     """An engine of ours, one for each model."""
-    from atomrl.engines.requests import generate
+    from atomrl.engines.generation import generate
     from atomrl.types import Problem, Prompt, SamplingParams
 
     engines = {workload: make_engine(folder) for workload, folder in folders.items()}
@@ -173,7 +173,7 @@ def make_runners(arguments: argparse.Namespace, folders: dict[str, Path]) -> dic
     from transformers import AutoTokenizer
 
     from atomrl.engines.hf import HFEngine
-    from atomrl.engines.native import NativeEngine
+    from atomrl.engines.native.engine import NativeEngine
     from atomrl.engines.requests import EngineOptions
 
     def maker(engine_type: type, **options: bool) -> Callable[[Path], object]:

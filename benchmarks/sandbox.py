@@ -20,8 +20,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from atomrl.sandbox import run
-from atomrl.sandbox.box import interpreter
-from atomrl.sandbox.running import judge
+from atomrl.sandbox.judging import judge
+from atomrl.sandbox.mounts import interpreter
 
 PROGRAM = "print(6 * 7)"
 BAR_MS = 12.0

@@ -317,7 +317,7 @@ def driver_s(tokens: int = 8000, completions: int = 16) -> float:
     """Seconds that the driver needs for a completion that comes from another process: to unpickle it, and to make a
     trajectory and then a row of it."""
     from atomrl.data.rows import to_rows
-    from atomrl.engines.requests import to_trajectory
+    from atomrl.engines.generation import to_trajectory
     from atomrl.types import GenerationOutput, Problem, Prompt, Segment
 
     prompt = Prompt(prompt_id="a", problem=Problem(problem_id="a", prompt="", ground_truth=""), token_ids=(1,) * 512)

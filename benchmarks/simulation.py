@@ -22,7 +22,7 @@ from dataclasses import replace
 from simulated_parts import Completion, Engine, Group, Machine
 
 from atomrl.config import AsynchronousConfig
-from atomrl.trainer.sources import cut_short, open_limit, taken, too_old
+from atomrl.trainer.staleness import groups_to_truncate, open_limit, select_groups, too_old
 
 
 class Simulation:
@@ -110,7 +110,7 @@ class Simulation:
         ready = [group for group in self.open.values() if group.ready]
         if not self.wanted or len(ready) < self.wanted:
             return
-        found = taken(ready, self.wanted)
+        found = select_groups(ready, self.wanted)
         for group in found:
             del self.open[group.position]
             for version, tokens in (span for item in group.finished for span in item.spans):
@@ -280,7 +280,7 @@ class Simulation:
 
     def shorten(self) -> None:
         """Groups that go on without their last completions."""
-        for short in cut_short(self.open.values(), self.settings, self.wanted):
+        for short in groups_to_truncate(self.open.values(), self.settings, self.wanted):
             self.withdraw(short)
             self.cut += 1
             self.shortened(short)

@@ -112,7 +112,7 @@ class Offline(Raises):
 def trackers(folder: Path, steps: int) -> int:
     """Steps with each kind of sink in turn, in one run."""
     from atomrl.cli.main import main as atomrl
-    from atomrl.tracking import recorder as sinks
+    from atomrl.tracking import sinks
     from atomrl.tracking.recorder import Recorder
 
     kinds = {"none": None, "raises": Raises, "hangs": Hangs, "offline": Offline}

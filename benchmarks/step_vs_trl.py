@@ -62,7 +62,7 @@ def make_atomrl_step(folder: Path, workload: str, arguments: argparse.Namespace)
     from atomrl.backends.local import LocalBackend
     from atomrl.config import load_config
     from atomrl.data.curriculum import Curriculum, PromptStream
-    from atomrl.data.problems import DataProcessor
+    from atomrl.data.processor import DataProcessor
     from atomrl.models.loading import load_tokenizer
     from atomrl.rewards.compute import build_rewards
     from atomrl.trainer.build import build_engine, device_name

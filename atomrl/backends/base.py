@@ -39,12 +39,14 @@ from atomrl.common.launchers import launched
 from atomrl.common.metrics import Count, Metrics, merge
 from atomrl.common.threads import unit
 from atomrl.config import ConfigError, CriticConfig, ModelConfig, TrainConfig
-from atomrl.models.attention import states_before, total
-from atomrl.models.kernels import plain_formulas, round_once
+from atomrl.models.kernel_switches import plain_formulas, round_once
 from atomrl.models.loading import compute_dtype
 from atomrl.models.lora import adapters_disabled
-from atomrl.models.memory import is_out_of_memory, tokens_without_gradient
+from atomrl.models.memory import tokens_without_gradient
 from atomrl.models.offloading import offloading
+from atomrl.models.process_memory import is_out_of_memory
+from atomrl.models.sequence_parallel import total
+from atomrl.models.stream import states_before
 from atomrl.models.vision import Patches, Vision
 from atomrl.protocols import (
     Algorithm,

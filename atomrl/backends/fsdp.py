@@ -25,25 +25,24 @@ from atomrl.backends.checkpoints import (
     PART_BYTES,
     BackgroundCheckpoints,
     Job,
-    copies_on_cpu,
     gather_weights,
-    load_shards,
     model_jobs,
-    shard_job,
     split_by_size,
 )
 from atomrl.backends.group import Ranks
 from atomrl.backends.roles import TRAINED, RoleName, load_role, role_prefix, save_role
+from atomrl.backends.shards import copies_on_cpu, load_shards, shard_job
 from atomrl.backends.tensor_parallel import check_tensor, shard_layers, sum_parts
 from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.common.metrics import Metrics
 from atomrl.config import ConfigError, FSDPConfig, ModelConfig
-from atomrl.models.attention import check_heads, packs_rows
 from atomrl.models.loading import compute_dtype, model_weights
 from atomrl.models.lora import adapter_weights, has_adapters, is_adapter
 from atomrl.models.memory import FLOAT32, IN_CPU_MEMORY, SHARDED, Sizes, adapters_of_rank, ends, layer_count, uncut
-from atomrl.models.reward_model import HFScalar
+from atomrl.models.scalar import HFScalar
+from atomrl.models.sequence_parallel import check_heads
 from atomrl.models.shapes import language_model, tower_weights
+from atomrl.models.stream import packs_rows
 from atomrl.protocols import Algorithm, ModelInput, WeightUpdate
 
 # Outputs are views of a layer's output if there is no padding. That is safe, because nothing writes into them.

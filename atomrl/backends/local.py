@@ -82,7 +82,7 @@ class LocalBackend(BaseBackend):
         from safetensors.torch import load_file
 
         if is_sharded(folder):
-            from atomrl.backends.checkpoints import load_shards  # imported here, because it takes half a second
+            from atomrl.backends.shards import load_shards  # imported here, because it takes half a second
 
             self.updates = load_shards(self.trained, self.collective, folder)
             return

@@ -16,7 +16,8 @@ from atomrl.config import ConfigError, ModelConfig
 from atomrl.models.loading import load_policy, load_tokenizer, model_config_only, save_model
 from atomrl.models.lora import has_adapters, save_adapters
 from atomrl.models.older_readers import make_readable
-from atomrl.models.reward_model import HFScalar, Reader, ScalarModel, load_scalar, save_scalar
+from atomrl.models.reward_model import Reader
+from atomrl.models.scalar import HFScalar, ScalarModel, load_scalar, save_scalar
 from atomrl.models.shapes import text_config
 from atomrl.models.transformers_model import HFModel
 from atomrl.protocols import Output

@@ -69,10 +69,12 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 def diagnose_run(folder: Path, as_json: bool = False) -> int:
     """Print the outcome of a run, the error that ended it, if any, and all findings, from its folder."""
     from atomrl.tracking.doctor import MOST_CHECKS, diagnose
-    from atomrl.tracking.doctor.hacks import quote
+    from atomrl.tracking.doctor.quotes import quote
     from atomrl.tracking.reading.lines import ReadError, metrics_of, read_mapping, read_metrics
-    from atomrl.tracking.reading.run import FAILURE, completions_of, find_runs, is_run, load_run, outcome
     from atomrl.tracking.reading.run import Run as LoadedRun
+    from atomrl.tracking.reading.run import find_runs, is_run, load_run
+    from atomrl.tracking.reading.state import FAILURE
+    from atomrl.tracking.reading.summary import completions_of, outcome
 
     if not is_run(folder) and any(True for _ in find_runs(folder)):
         load_run(folder)  # raises: it names the runs below the folder
@@ -145,7 +147,7 @@ def installed() -> Iterator[tuple[str, str]]:
     import platform
 
     from atomrl import __version__
-    from atomrl.tracking.run_directory import installed_version
+    from atomrl.tracking.environment import installed_version
 
     yield "python", platform.python_version()
     yield "atomrl", __version__
@@ -160,7 +162,7 @@ def hardware() -> Iterator[tuple[str, str]]:
     import torch
 
     from atomrl.common.memory import available_memory
-    from atomrl.tracking.run_directory import describe_environment
+    from atomrl.tracking.environment import describe_environment
 
     machine = describe_environment()
     yield "cpu", f"{machine['cpu']}, {machine['cpus']} cores, torch uses {torch.get_num_threads()} threads"
@@ -174,7 +176,7 @@ def hardware() -> Iterator[tuple[str, str]]:
 
 def chosen_defaults() -> Iterator[tuple[str, str]]:
     """Yield device, dtype, engine, trainer and kernels of a run with the default config, each with the reason."""
-    from atomrl.engines.decoder import load_kernels
+    from atomrl.engines.native.cpu_kernels import load_kernels
     from atomrl.models.loading import compute_dtype
     from atomrl.trainer.build import device_name
 

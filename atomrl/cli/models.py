@@ -100,7 +100,7 @@ def evaluate_model(arguments: argparse.Namespace) -> int:
     """Evaluate the model, print the metrics, and write them with the completions."""
     check_inputs(arguments)
     from atomrl.config import dump_config
-    from atomrl.tracking.run_directory import refuse_secrets
+    from atomrl.tracking.environment import refuse_secrets
 
     config = eval_config(arguments)
     refuse_secrets(dump_config(config))
@@ -270,7 +270,7 @@ def show(figure: Figure) -> str:
 def complete_prompt(arguments: argparse.Namespace) -> int:
     """Print the completions; exit code 1 if an episode failed."""
     check_inputs(arguments)
-    from atomrl.engines.requests import generate
+    from atomrl.engines.generation import generate
     from atomrl.trainer.build import (
         build_engine,
         eval_sampling,

@@ -19,7 +19,7 @@ from atomrl.cli.main import Run
 if TYPE_CHECKING:
     from atomrl.objectives import PolicyObjective
     from atomrl.tools.replay import Replayed
-    from atomrl.tracking.reading.rollouts import TokenTable
+    from atomrl.tracking.reading.token_records import TokenTable
 
 TOP = 10
 """Default number of tokens that a replay prints."""
@@ -244,7 +244,7 @@ def recorded(folder: Path, step: int | None) -> TokenTable:
         ValueError: the run, or the step, has no recorded tokens.
     """
     from atomrl.tracking.reading import load_run
-    from atomrl.tracking.reading.rollouts import recorded_steps
+    from atomrl.tracking.reading.token_records import recorded_steps
 
     steps = list(recorded_steps(folder / "rollouts"))
     if not steps:
@@ -315,7 +315,7 @@ def by_token(table: TokenTable, one: Replayed, other: Replayed) -> list[dict[str
 def differences(folder: Path, rows: list[dict[str, Any]], top: int) -> str:
     """Format the tokens whose gradients differ most; `completion` is the line in the step's `train.jsonl`, from 0."""
     from atomrl.common.terminal import printable
-    from atomrl.tracking.reading.rollouts import token_texts
+    from atomrl.tracking.reading.token_texts import token_texts
 
     def change(row: dict[str, Any]) -> float:
         return abs(float(row["changed_gradient"]) - float(row["gradient"]))

@@ -251,7 +251,7 @@ def print_least(plan: Plan, report: dict[str, Any]) -> None:
 def print_forecast(forecast: Forecast, budget: int, place: str) -> None:
     """Print the measurements of a probe, and the forecast for the whole run."""
     from atomrl.common.memory import readable
-    from atomrl.tracking.reading.run import duration
+    from atomrl.tracking.reading.summary import duration
 
     measured = forecast.measured
     if measured.random_weights:

@@ -312,7 +312,7 @@ def adapt_to_hardware(imported: Imported, gpus: int, memory: str | None) -> Impo
 
 def import_nanogpt(arguments: argparse.Namespace) -> int:
     """Convert a checkpoint of nanoGPT into a model folder in Hugging Face layout."""
-    from atomrl.models.loading import read_nanogpt, to_gpt2
+    from atomrl.models.nanogpt import read_nanogpt, to_gpt2
     from atomrl.models.older_readers import make_readable
 
     source, target = arguments.file, arguments.out
@@ -336,7 +336,7 @@ def tokenizer_for(arguments: argparse.Namespace, sizes: Mapping[str, int]) -> An
     """
     from atomrl.config import ConfigError
     from atomrl.data.text import distinct_characters
-    from atomrl.models import loading as nanogpt
+    from atomrl.models import nanogpt
     from atomrl.models.tokenizer import plain_char_tokenizer, read_characters, text_tokenizer
 
     size = sizes["vocab_size"]

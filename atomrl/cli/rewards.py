@@ -331,7 +331,7 @@ def ranking_report(
 ) -> str:
     """Format how a reward differs from the run's recorded rewards."""
     from atomrl.cli.runs import format_full
-    from atomrl.tools.replay import disagreements, rankings
+    from atomrl.tools.rankings import disagreements, rankings
 
     changes = rankings(rows, before, after)
     none = sum(value is None for value in after)
@@ -358,7 +358,7 @@ def hack_rewards(
     scored: dict[str, list[float | None]],
 ) -> str:  # fmt: skip
     """Format the mean rewards of completions that solve nothing, and of the run's completions in spoiled forms."""
-    from atomrl.tools.replay import degenerate_completions, perturbed_completions
+    from atomrl.tools.rankings import degenerate_completions, perturbed_completions
 
     lines = [f"{'mean reward':<44}" + "".join(f"{name[-18:]:>20}" for name in names)]
     lines.append(

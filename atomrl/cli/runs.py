@@ -182,7 +182,7 @@ def format_full(row: dict[str, Any]) -> str:
     """Format prompt, completion (of an episode, turn by turn), ground truth and rewards in full."""
     from atomrl.common.terminal import printable
     from atomrl.tracking.console import by_turn
-    from atomrl.tracking.reading.rollouts import IMAGES
+    from atomrl.tracking.reading.token_records import IMAGES
 
     numbers = {
         key: row.get(key) for key in ("reward", "reward_parts", "advantage", "completion_tokens", "finish_reason")
@@ -245,7 +245,8 @@ def compare_runs(arguments: argparse.Namespace) -> int:
     if arguments.tolerance is not None:
         raise ValueError("--tolerance needs --diff")
     from atomrl.tracking.reading import load_run
-    from atomrl.tracking.reading.comparison import as_data, draw_curves, table
+    from atomrl.tracking.reading.comparison import as_data, table
+    from atomrl.tracking.reading.plots import draw_curves
 
     if arguments.plot is not None:
         check_writable(arguments.plot)

@@ -1,18 +1,13 @@
-"""Commands that train: `train` starts a run of any kind, `tune` searches for better values of config keys, `pool`
-samples rollouts that a run trains on.
-"""
+"""`atomrl train` starts a run of any kind."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atomrl.cli.arguments import add_config, check_config, sigterm_as_interrupt
@@ -20,12 +15,8 @@ from atomrl.cli.main import INTERRUPTED, Run
 
 if TYPE_CHECKING:
     from atomrl.config import RunConfig
-    from atomrl.config.run import Kind
-    from atomrl.pool.store import RolloutPool
 
 WIDTH, MOST_LINES = 160, 10
-UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-
 ADVICE = {
     "OutOfMemoryError": "Lower train.tokens_per_micro_batch or rollout.max_concurrent_completions, or set "
     "model.gradient_checkpointing=true; atomrl train CONFIG --dry-run estimates the memory.",
@@ -77,7 +68,7 @@ def train(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     from atomrl.tracking.console import QUIET
     from atomrl.trainer import Options, prepare_run, run_to_end
-    from atomrl.trainer.base import hang_watch
+    from atomrl.trainer.hang_watch import hang_watch
 
     if is_other_rank(config):
         return follow_rank_0(config, arguments.dry_run)
@@ -154,7 +145,7 @@ def is_other_rank(config: RunConfig) -> bool:
 def follow_rank_0(config: RunConfig, dry_run: bool) -> int:
     """Execute the calls of rank 0 until the run ends. Rank 0 does all checks and prints."""
     from atomrl.backends.group import RankFailed
-    from atomrl.backends.ranks import follow_launcher
+    from atomrl.backends.launcher import follow_launcher
     from atomrl.trainer.build import device_name, given_to_rank
 
     assert config.backend is not None
@@ -213,7 +204,7 @@ def non_defaults(config: RunConfig) -> list[str]:
 def resume_hint(config: RunConfig, arguments: argparse.Namespace) -> str:
     """Format the command that resumes this run."""
     from atomrl.tracking.checkpoints import step_folders
-    from atomrl.tracking.run_directory import redact_command
+    from atomrl.tracking.environment import redact_command
 
     if not config.run_dir.is_dir():
         return "nothing was written"
@@ -221,251 +212,3 @@ def resume_hint(config: RunConfig, arguments: argparse.Namespace) -> str:
     newest = folders[-1][1].name if folders else "no checkpoint yet"
     line = redact_command(["atomrl", "train", arguments.config, *arguments.overrides, "--resume"])
     return f"the run is in {config.run_dir}, with {newest}; continue with: {line}"
-
-
-def add_tune(parser: argparse.ArgumentParser) -> Run:
-    """Search for better values of a config's keys.
-
-    Trials are runs; bad ones stop half way; the best are repeated with fresh seeds. The space is a YAML file that maps
-    dotted keys to a range or to choices:
-
-        train.learning_rate: {low: 1.0e-4, high: 1.0e-2, log: true}
-        rollout.completions_per_prompt: {low: 4, high: 16, step: 4}
-        algorithm.kl.coefficient: [0.0, 0.05, 0.1]
-
-    atomrl tune configs/quickstart.yaml --space space.yaml --runs 20 --seeds 3 --budget 2h
-    atomrl tune configs/quickstart.yaml --space space.yaml --metric critic/score/mean --out runs/study
-    """
-    add_config(parser)
-    add = parser.add_argument
-    add("--space", type=Path, required=True, metavar="FILE", help="ranges or choices of keys")
-    add("--runs", type=int, default=20, help="trials (20)")
-    add("--seeds", type=int, default=3, help="fresh seeds for the best three and the original config (3)")
-    add("--budget", metavar="TIME", help="90m, 2h: start no trial that would leave no time for the fresh seeds")
-    by_kind = "mean score, accuracy of pairs, or loss"
-    add("--metric", metavar="M", help=f"key of metrics.jsonl to maximize; --metric=-M minimizes ({by_kind})")
-    add("--window", type=int, default=10, help="average the metric over this many last steps (10)")
-    add(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="the study (default: OUTPUT_DIR/tune-NAME); an existing one is continued",
-    )
-    return tune
-
-
-@sigterm_as_interrupt()
-def tune(arguments: argparse.Namespace) -> int:
-    check_config(arguments)
-    from atomrl.config import load_config
-    from atomrl.tools.tuning import Settings, read_space
-    from atomrl.tools.tuning import tune as search
-    from atomrl.trainer import prepare_run
-
-    config = load_config(arguments.config, arguments.overrides)
-    if min(arguments.runs, arguments.seeds, arguments.window) < 1:
-        raise ValueError("--runs, --seeds and --window must be at least 1")
-    space = read_space(arguments.space, config)
-    config = prepare_run(config).config  # checked, with its number of steps
-    folder = arguments.out or Path(config.output_dir) / f"tune-{config.run_name}"
-    settings = Settings(
-        folder=folder.resolve(), runs=arguments.runs, seeds=arguments.seeds, budget_s=seconds(arguments.budget),
-        metric=arguments.metric or default_metric(config.kind), window=arguments.window,
-        command=[sys.executable, "-P", "-m", "atomrl.cli.main", "train", arguments.config, *arguments.overrides],
-    )  # fmt: skip
-    search(config, space, settings, log=lambda line: print(line, flush=True))
-    print(f"{folder}: result.json, best.yaml and the runs")
-    return 0
-
-
-def default_metric(kind: Kind) -> str:
-    """Return the default metric of a kind of run; `-` in front means that smaller is better."""
-    losses = {"sft": "-sft/nll_per_token", "pretrain": "-train/loss"}
-    return "critic/score/mean" if kind == "rl" else losses.get(kind, "rewards/accuracies")
-
-
-def seconds(text: str | None) -> float:
-    """Parse a time such as `2h` into seconds; None: no limit.
-
-    Example:
-        >>> seconds("90m"), seconds("1.5h"), seconds(None)
-        (5400.0, 5400.0, inf)
-
-    Raises:
-        ValueError: it is not a time.
-    """
-    if text is None:
-        return float("inf")
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
-    if not match:
-        raise ValueError(f"--budget {text}: write a time as in 90m or 2h")
-    return float(match[1]) * UNITS[match[2]]
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Rollout pools (docs/guides/rollout_pool.md).
-
-
-def add_pool_fill(parser: argparse.ArgumentParser) -> Run:
-    """Sample completions into a rollout pool, which `atomrl train` with rollout.source=pool trains on.
-
-    The config is that of the training: engine, data, rewards. Weights are those of model.path, and newer ones as soon
-    as the run of the config publishes them. Several of these commands may run at once.
-
-    atomrl pool fill configs/quickstart.yaml run_name=pooled --groups 640
-    atomrl train configs/quickstart.yaml run_name=pooled rollout.source=pool train.steps=10 pool.max_staleness=10
-    """
-    add_config(parser)
-    parser.add_argument("--groups", type=int, metavar="N", help="sample N groups and stop; default: until Ctrl-C")
-    return fill_pool
-
-
-def add_pool_list(parser: argparse.ArgumentParser) -> Run:
-    """List the rollout pools of a folder.
-
-    atomrl pool list
-    atomrl pool list runs/pools
-    """
-    folder = Path("runs/pools")
-    parser.add_argument("folder", nargs="?", type=Path, default=folder, metavar="FOLDER", help=f"({folder})")
-    return list_pools
-
-
-def add_pool_stats(parser: argparse.ArgumentParser) -> Run:
-    """Print number and age of a pool's groups, as JSON.
-
-    atomrl pool stats runs/pools/quickstart.sqlite
-    """
-    add_pool(parser)
-    return show_stats
-
-
-def add_pool_export(parser: argparse.ArgumentParser) -> Run:
-    """Write a pool's completions to a file, one per line.
-
-    atomrl pool export runs/pools/quickstart.sqlite groups.jsonl
-    atomrl pool export runs/pools/quickstart.sqlite groups.parquet
-    """
-    add_pool(parser)
-    parser.add_argument("file", type=Path, metavar="FILE", help="*.jsonl or *.parquet")
-    return export_pool
-
-
-def add_pool_import(parser: argparse.ArgumentParser) -> Run:
-    """Read completions from a file into a pool; groups that it already has are not changed.
-
-    atomrl pool import runs/pools/second.sqlite groups.jsonl
-    atomrl pool import runs/pools/second.sqlite groups.parquet
-    """
-    add_pool(parser)
-    parser.add_argument("file", type=Path, metavar="FILE", help="*.jsonl or *.parquet")
-    return import_pool
-
-
-def add_pool_clear(parser: argparse.ArgumentParser) -> Run:
-    """Remove all groups from a pool except those held by a trainer.
-
-    atomrl pool clear runs/pools/quickstart.sqlite
-    """
-    add_pool(parser)
-    return clear_pool
-
-
-def add_pool(parser: argparse.ArgumentParser) -> None:
-    """Add the argument POOL, the file of a pool."""
-    parser.add_argument("pool", type=Path, metavar="POOL", help="the file of a pool: *.sqlite")
-
-
-@contextmanager
-def open_pool(path: Path, new: bool = False) -> Iterator[RolloutPool]:
-    """Open a pool without limits on capacity and age, so that nothing is evicted.
-
-    Args:
-        new: create the pool if it does not exist.
-
-    Raises:
-        ValueError: the pool does not exist.
-    """
-    if not new and not path.is_file():
-        raise ValueError(f"rollout pool {path} does not exist; `atomrl pool list FOLDER` lists those of a folder")
-    from atomrl.config import PoolConfig
-    from atomrl.pool.store import RolloutPool
-
-    with closing(RolloutPool(path, PoolConfig(capacity=sys.maxsize, ttl_s=1e12))) as pool:
-        yield pool
-
-
-def show_stats(arguments: argparse.Namespace) -> int:
-    with open_pool(arguments.pool) as pool:
-        print(json.dumps(pool.stats(), indent=2))
-    return 0
-
-
-def export_pool(arguments: argparse.Namespace) -> int:
-    from atomrl.pool.store import export_rows, write_rows
-
-    with open_pool(arguments.pool) as pool:
-        print(f"{arguments.file}: {write_rows(export_rows(pool), arguments.file)} completions")
-    return 0
-
-
-def import_pool(arguments: argparse.Namespace) -> int:
-    from atomrl.pool.store import import_rows
-
-    if not arguments.file.is_file():
-        raise ValueError(f"{arguments.file} does not exist")
-    with open_pool(arguments.pool, new=True) as pool:
-        total, new = import_rows(pool, arguments.file)
-    print(f"{arguments.pool}: {new} new groups of {total}")
-    return 0
-
-
-def clear_pool(arguments: argparse.Namespace) -> int:
-    with open_pool(arguments.pool) as pool:
-        removed, held = pool.clear(), pool.stats()["held"]
-    print(f"{arguments.pool}: {removed} groups removed" + (f", {held} are held by a trainer" if held else ""))
-    return 0
-
-
-@sigterm_as_interrupt()
-def fill_pool(arguments: argparse.Namespace) -> int:
-    """Fill the pool. Ctrl-C finishes and writes the current batch, and then returns exit code 0 as well."""
-    if arguments.groups is not None and arguments.groups < 1:
-        raise ValueError("--groups must be at least 1")
-    check_config(arguments)
-    from atomrl.config import load_config
-
-    config = load_config(arguments.config, arguments.overrides)
-    from atomrl.trainer import check_rl
-    from atomrl.trainer.base import hang_watch
-    from atomrl.trainer.checks.config import check_secrets
-    from atomrl.trainer.pool_fill import fill
-    from atomrl.trainer.rl import RLRun
-
-    check_rl(config)
-    check_secrets(config)
-    run = RLRun(config)
-    with hang_watch(config):
-        counts = fill(run, arguments.groups, report=lambda line: print(line, file=sys.stderr))
-    print(json.dumps(counts, indent=2))
-    return 0
-
-
-def list_pools(arguments: argparse.Namespace) -> int:
-    """Print one line per pool of a folder."""
-    from atomrl.config import PoolConfig
-    from atomrl.pool.store import RolloutPool
-
-    folder: Path = arguments.folder
-    files = sorted(folder.glob("*.sqlite"))
-    if not files:
-        print(f"no rollout pools in {folder}")
-    for path in files:
-        with closing(RolloutPool(path, PoolConfig())) as pool:
-            stats = pool.stats()
-        age = stats["oldest_age_s"]
-        print(
-            f"{path}  {stats['groups']} groups, {stats['held']} of them held; {stats['payload_bytes'] / 2**20:.1f} MiB"
-            + (f"; the oldest is {age / 3600:.1f} hours old" if age is not None else "")
-        )
-    return 0

@@ -34,7 +34,7 @@ _KILLS = 20
 """Maximum number of passes that search for and kill a process's descendants, which may start others in between."""
 _COMMAND = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); import importlib; from atomrl.common.workers import "
-    "begin; begin(importlib.import_module(sys.argv[2]).serve, int(sys.argv[3]), int(sys.argv[4]))"
+    "begin; begin(importlib.import_module(sys.argv[2]).worker_main, int(sys.argv[3]), int(sys.argv[4]))"
 )
 TICK_S = 0.05
 LOAD_LIMIT_S = 300.0
@@ -63,7 +63,7 @@ class WorkerProcess:
 
     @classmethod
     def start(cls, module: str) -> Self:
-        """Start a process that runs `serve(connection)` of a module.
+        """Start a process that runs `worker_main(connection)` of a module.
 
         On Linux the kernel kills it when the thread that started it ends.
         """
@@ -191,7 +191,7 @@ class WorkerPool(Generic[Worker]):
     The base of the pools of rewards and environments, which decide what a worker is sent and how long it may take.
 
     Args:
-        module: its `serve(connection)` runs in the workers.
+        module: its `worker_main(connection)` runs in the workers.
         kind: class of the workers.
     """
 
@@ -300,11 +300,11 @@ def _marked(mark: bytes, ancestor: int | None = None) -> set[int]:
     return pids
 
 
-def begin(serve: Callable[[Connection], None], descriptor: int, parent: int) -> None:
-    """Set up a worker process, then serve. Runs in the worker.
+def begin(main: Callable[[Connection], None], descriptor: int, parent: int) -> None:
+    """Set up a worker process, then answer requests. Runs in the worker.
 
     Args:
-        serve: answers requests on a connection until it is closed.
+        main: answers requests on a connection until it is closed.
         descriptor: socket to the parent process.
         parent: id of the parent process.
     """
@@ -317,7 +317,7 @@ def begin(serve: Callable[[Connection], None], descriptor: int, parent: int) -> 
         signal.siginterrupt(number, False)
     os.register_at_fork(after_in_child=partial(_end_with_worker, list(os.pipe())))
     os.set_inheritable(descriptor, False)
-    serve(Connection(descriptor))
+    main(Connection(descriptor))
 
 
 def _end_with_worker(pipe: list[int]) -> None:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from atomrl.data.files import DataError, RawRow, error_list
 from atomrl.data.given import demonstration_reader, preference_reader
 from atomrl.data.images import ImageStore
+from atomrl.data.messages import COMPLETIONS, PromptContent
 from atomrl.data.pictures import thumbnail
-from atomrl.data.problems import COMPLETIONS, PromptContent, problem_reader, read_source, to_problems
+from atomrl.data.problems import problem_reader, read_source, to_problems
 from atomrl.data.stored import repeated
 from atomrl.data.tasks import normalise_content
 from atomrl.types import Problem

@@ -40,19 +40,8 @@ from atomrl.common.errors import reraise_as
 from atomrl.data.columns import TEMPLATE_KWARGS, check_used, images_of, template_kwargs, with_places, with_system
 from atomrl.data.conversations import common_prefix, content_fields, is_trained
 from atomrl.data.files import DataError
-from atomrl.data.problems import (
-    COMPLETIONS,
-    ENVIRONMENT,
-    ROLES,
-    TOOLS,
-    Convert,
-    PromptContent,
-    Scored,
-    check_messages,
-    check_prompt,
-    check_tools,
-    missing,
-)
+from atomrl.data.messages import COMPLETIONS, ROLES, TOOLS, PromptContent, check_messages, check_prompt, check_tools
+from atomrl.data.problems import ENVIRONMENT, Convert, Scored, missing
 from atomrl.types import Message, Problem
 
 if TYPE_CHECKING:

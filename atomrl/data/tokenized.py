@@ -25,8 +25,10 @@ from atomrl.data.conversations import (
 )
 from atomrl.data.files import DataError, error_list
 from atomrl.data.given import CONVERSATION, written
+from atomrl.data.messages import COMPLETIONS, PromptContent
 from atomrl.data.packing import Example, Strategy, packed
-from atomrl.data.problems import COMPLETIONS, ENVIRONMENT, DataProcessor, LoadReport, PromptContent, Scored
+from atomrl.data.problems import ENVIRONMENT, LoadReport, Scored
+from atomrl.data.processor import DataProcessor
 from atomrl.types import Image, Message, Problem
 
 if TYPE_CHECKING:

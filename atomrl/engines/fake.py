@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from atomrl.engines.requests import RequestEngine, RequestState, StopRule
+from atomrl.engines.requests import RequestEngine, RequestState
+from atomrl.engines.stop_rule import StopRule
 from atomrl.protocols import WeightHash, WeightUpdate
 from atomrl.types import FinishReason, SamplingParams
 from atomrl.weight_sync.hashes import tensor_hashes
@@ -20,7 +21,7 @@ class FakeEngine(RequestEngine):
     "stop"; all log-probs are -1. `updates` records the names and the version of every weight update.
 
     Example:
-        >>> from atomrl.engines.requests import generate
+        >>> from atomrl.engines.generation import generate
         >>> from atomrl.types import Prompt, Problem, SamplingParams
         >>> class Words:
         ...     def batch_decode(self, rows, **options): return [" ".join(map(str, row)) for row in rows]

@@ -11,19 +11,12 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from atomrl.atoms.logprobs import head_logits
 from atomrl.common.hangs import progress
-from atomrl.engines.requests import (
-    DIVERGED,
-    DecodeTime,
-    EngineOptions,
-    RequestEngine,
-    RequestState,
-    StopRule,
-    eos_token_ids,
-)
-from atomrl.engines.sampling import sample
+from atomrl.engines.native.sampling import sample
+from atomrl.engines.requests import DIVERGED, DecodeTime, EngineOptions, RequestEngine, RequestState
+from atomrl.engines.stop_rule import StopRule, eos_token_ids
 from atomrl.models.loading import base_path, load_transformers
+from atomrl.models.published import published_names, published_weights
 from atomrl.models.shapes import text_config
-from atomrl.models.transformers_model import published_names, published_weights
 from atomrl.models.vision import Patches, Vision, media_tokens
 from atomrl.protocols import Adapter, WeightHash, WeightUpdate
 from atomrl.types import FinishReason, SamplingParams

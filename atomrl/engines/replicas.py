@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 
-from atomrl.cluster.ray_cluster import Actor, ActorDied, RayCluster, RayHangs
+from atomrl.cluster.ray_cluster import Actor, ActorDied, RayCluster
+from atomrl.cluster.watch import RayHangs
 from atomrl.common.hangs import progress
 from atomrl.engines.distributor import Distributor, Replica, ReplicaFailure
 from atomrl.protocols import RolloutEngine, WeightHash, WeightUpdate
 from atomrl.types import GenerationOutput, GenerationRequest
 from atomrl.weight_sync import WeightMismatch
-from atomrl.weight_sync.channels import TransferBroken, WeightReference, open_channel
+from atomrl.weight_sync.channel import TransferBroken, WeightReference
+from atomrl.weight_sync.channels import open_channel
 from atomrl.weight_sync.transfer import compare
 
 _GATHER_S = 0.02

@@ -1,7 +1,6 @@
 """`ServerEngine`: the common part of engines behind an HTTP server (vLLM, SGLang).
 
-A subclass says how to start its server and which endpoints to call: the abstract methods. The module also has the
-functions that write weights as files.
+A subclass says how to start its server and which endpoints to call: the abstract methods.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import logging
 import os
 import shutil
 from abc import abstractmethod
@@ -22,22 +20,21 @@ import torch
 from transformers import PretrainedConfig
 
 from atomrl.common.errors import reraise_as
-from atomrl.common.files import TemporaryFolder, new_folder
+from atomrl.common.files import TemporaryFolder
 from atomrl.common.outages import ServiceGone
 from atomrl.engines.distributor import ABORT_S, Distributor, ReplicaFailure
-from atomrl.engines.http import Client, Server, ServerFailure, ServerOutput, ServerProcess, check_output, store_output
-from atomrl.engines.requests import EngineOptions, RequestEngine, RequestState, StopRule, eos_token_ids
+from atomrl.engines.http import Client, Server, ServerFailure, ServerOutput, check_output, store_output
+from atomrl.engines.requests import EngineOptions, RequestEngine, RequestState
+from atomrl.engines.server_process import ServerProcess
+from atomrl.engines.server_weights import published_shapes, tied_embedding, write_weights
+from atomrl.engines.stop_rule import StopRule, eos_token_ids
 from atomrl.models.loading import base_path, model_config_only, read_weights, resolve_folder
-from atomrl.models.memory import is_tied, layer_count, widths
 from atomrl.models.shapes import text_config
 from atomrl.protocols import WeightHash, WeightUpdate
 from atomrl.types import FinishReason, GenerationOutput, GenerationRequest, SamplingParams
-from atomrl.weight_sync.channels import write_adapters, write_update
+from atomrl.weight_sync.files import write_adapters
 
-log = logging.getLogger(__name__)
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _START_S = 600.0
-_MAX_CPU_CACHE, _SPARE_CACHE = 4 * 2**30, 2**26
 
 
 class ServerEngine(Distributor[Server], RequestEngine):
@@ -364,80 +361,3 @@ def as_flags(arguments: Mapping[str, Any], negative: bool = False) -> list[str]:
         elif value is not None:
             words += [f"--{flag}", json.dumps(value) if isinstance(value, Mapping) else str(value)]
     return words
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Weights and KV-cache sizes for vLLM and SGLang, in process and behind servers.
-
-
-def tied_embedding(config: Any, names: Iterable[str]) -> str | None:
-    """Return the published name of the embedding that is also the output matrix; None if they are two weights.
-
-    In checkpoints with a vision tower it has another prefix.
-
-    Example:
-        >>> from transformers import Qwen2Config
-        >>> tied_embedding(Qwen2Config(tie_word_embeddings=True), ["model.embed_tokens.weight", "model.norm.weight"])
-        'model.embed_tokens.weight'
-    """
-    tail = EMBEDDING.removeprefix("model")
-    return next((name for name in names if name.endswith(tail)), EMBEDDING) if is_tied(config) else None
-
-
-def published_shapes(folder: str, config: Any, trust_remote_code: bool) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every published weight of a model; a tied head has none."""
-    weights = read_weights(folder, trust_remote_code=trust_remote_code)
-    shapes = {name: tuple(tensor.shape) for name, tensor in weights}
-    if is_tied(config):
-        shapes.pop(HEAD, None)
-    return shapes
-
-
-def write_weights(update: WeightUpdate, folder: Path, dtype: torch.dtype, tied: str | None) -> Path:
-    """Write an update's weights as safetensors into a new folder, which is renamed into place when complete.
-
-    Args:
-        update: its tensors are written, its adapters are not.
-        folder: must not exist.
-        dtype: the tensors are cast to it.
-        tied: name of a weight to write under the head's name too (`tied_embedding`); else vLLM and SGLang keep the
-            old head.
-
-    Example:
-        >>> import tempfile
-        >>> from safetensors.torch import load_file
-        >>> name = "model.embed_tokens.weight"
-        >>> update = WeightUpdate(version=3, tensors=[(name, torch.ones(2, 2))])
-        >>> with tempfile.TemporaryDirectory() as parent:
-        ...     folder = write_weights(update, Path(parent) / "3", torch.float32, tied=name)
-        ...     sorted(load_file(folder / "model.safetensors"))
-        ['lm_head.weight', 'model.embed_tokens.weight']
-    """
-    tensors = weights_for_engines(update, dtype, tied)
-    with new_folder(folder) as partial:
-        write_update(WeightUpdate(update.version, tensors.items()), partial)
-    return folder
-
-
-def weights_for_engines(
-    update: WeightUpdate, dtype: torch.dtype, tied: str | None, copy: bool = False
-) -> dict[str, torch.Tensor]:
-    """Return an update's weights on the CPU as vLLM and SGLang load them; arguments as for `write_weights`."""
-    tensors = {name: tensor.detach().to("cpu", dtype, copy=copy).contiguous() for name, tensor in update.tensors}
-    return tensors | ({HEAD: tensors[tied]} if tied in tensors else {})
-
-
-def cpu_cache_tokens(config: Any, rows: int, dtype: torch.dtype) -> int:
-    """KV-cache size in tokens for an engine on a CPU: enough for all rows, at most 4 GiB."""
-    longest = getattr(text_config(config), "max_position_embeddings", None) or _MAX_CPU_CACHE  # some have no limit
-    return min(rows * int(longest), _MAX_CPU_CACHE // max(1, cache_bytes_per_token(config, dtype)))
-
-
-def cpu_cache_bytes(config: Any, rows: int, dtype: torch.dtype) -> int:
-    """`cpu_cache_tokens` in bytes, with 64 MiB to spare."""
-    return cpu_cache_tokens(config, rows, dtype) * cache_bytes_per_token(config, dtype) + _SPARE_CACHE
-
-
-def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of a token's keys and values in all layers."""
-    return 2 * layer_count(config) * widths(config)[2] * dtype.itemsize

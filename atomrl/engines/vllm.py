@@ -19,23 +19,16 @@ from atomrl.common.files import TemporaryFolder
 from atomrl.common.hangs import progress
 from atomrl.common.launchers import launcher_hidden
 from atomrl.common.threads import max_threads
-from atomrl.engines.requests import (
-    DIVERGED,
-    DecodeTime,
-    EngineOptions,
-    RequestEngine,
-    RequestState,
-    StopRule,
-    eos_token_ids,
-)
-from atomrl.engines.servers import HEAD, cpu_cache_bytes, published_shapes, tied_embedding, write_weights
+from atomrl.engines.requests import DIVERGED, DecodeTime, EngineOptions, RequestEngine, RequestState
+from atomrl.engines.server_weights import HEAD, cpu_cache_bytes, published_shapes, tied_embedding, write_weights
+from atomrl.engines.stop_rule import StopRule, eos_token_ids
 from atomrl.engines.vllm_images import banned_words, multimodal
 from atomrl.engines.vllm_worker import WORKER_EXTENSION, whole_hashes
 from atomrl.models.loading import base_path, model_config_only, resolve_folder
 from atomrl.models.vision import Patches, media_tokens
 from atomrl.protocols import Adapter, WeightHash, WeightUpdate
 from atomrl.types import FinishReason, SamplingParams
-from atomrl.weight_sync.channels import write_adapters
+from atomrl.weight_sync.files import write_adapters
 
 LEAST_VERSION = "0.22.1"
 """Minimum version of vLLM in this process."""

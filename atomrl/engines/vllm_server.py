@@ -13,7 +13,8 @@ from packaging.version import Version
 from atomrl.common.threads import max_threads
 from atomrl.engines.http import Server, ServerOutput, logprob_of
 from atomrl.engines.requests import RequestState
-from atomrl.engines.servers import ServerEngine, as_flags, cpu_cache_bytes
+from atomrl.engines.server_weights import cpu_cache_bytes
+from atomrl.engines.servers import ServerEngine, as_flags
 from atomrl.engines.vllm import VLLMEngine, logprobs_mode, other_logprobs, request_fields
 from atomrl.engines.vllm_worker import WORKER_EXTENSION, whole_hashes
 from atomrl.protocols import WeightHash

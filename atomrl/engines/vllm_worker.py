@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from atomrl.protocols import WeightHash
-from atomrl.weight_sync.channels import WEIGHTS
+from atomrl.weight_sync.files import WEIGHTS
 from atomrl.weight_sync.hashes import hash_of_rows, row_sums, tensor_hash
 
 WORKER_EXTENSION = f"{__name__}.WeightReader"

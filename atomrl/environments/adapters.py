@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from atomrl.common.errors import reraise_as
-from atomrl.rewards.verifiable import reasoning_gym
+from atomrl.rewards.tasks import reasoning_gym
 from atomrl.types import Message, Problem, Reply, Role
 
 # --------------------------------------------------------------------------------------------------------------------

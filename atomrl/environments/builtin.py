@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from urllib.error import HTTPError
 
 from atomrl.common.outages import ServiceFault, is_temporary
-from atomrl.data.tasks import find
+from atomrl.data.tasks.search import find
 from atomrl.sandbox import Sandbox, check, run
 from atomrl.sandbox.running import format_result, limits_of
 from atomrl.types import Problem, Reply

@@ -215,7 +215,7 @@ class EnvironmentPool(WorkerPool["_Worker"]):
     # ---- Messages of workers ----
 
     def _handle(self, worker: _Worker, message: Any) -> None:
-        """Handle a message of `worker.serve`, or None for the end of the worker."""
+        """Handle a message of `worker.worker_main`, or None for the end of the worker."""
         if message is None:
             self._replace(worker)
             return

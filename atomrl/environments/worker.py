@@ -1,4 +1,4 @@
-"""A worker process of environments (`serve`): it plays many episodes at once, each on a thread.
+"""A worker process of environments (`worker_main`): it plays many episodes at once, each on a thread.
 
 The trainer pickles what it sends to a worker; the worker's answers are JSON.
 """
@@ -90,7 +90,7 @@ class Ping(NamedTuple):
     """Ask for a `pong`."""
 
 
-def serve(connection: Connection) -> None:
+def worker_main(connection: Connection) -> None:
     """Play episodes until the connection is closed.
 
     Each answer is a list of a key, a word, and values:

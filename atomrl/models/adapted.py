@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atomrl.models.kernels import apply, are_plain, rounded
+from atomrl.models.kernel_switches import apply, are_plain, rounded
 from atomrl.models.quantized import QuantizedLinear
 
 ADAPTER = "default"

@@ -1,39 +1,24 @@
 """Causal attention with rotary positions and grouped queries, over padded rows and over packed streams.
 
-A `Stream` is a micro-batch packed for the forward pass: rows lie end to end without padding, and a prompt that several
-rows share is computed once. `make_stream` lays it out on the CPU; `attend` is its attention. `Share` splits a stream
-over ranks (sequence parallelism).
+`stream.make_stream` lays a packed micro-batch out on the CPU; `attend` is its attention.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from typing import Any, cast
 
-import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from atomrl.common.devices import to_device
-from atomrl.config import ConfigError
-from atomrl.models import kernels as cpp
-from atomrl.models.kernels import apply
-from atomrl.models.shapes import size
-from atomrl.types import Image
+from atomrl.models import kernel_library as cpp
 
 NAMES_GROUPS = TorchVersion(torch.__version__) >= "2.12"
 """True if `varlen_attn` has the parameter for grouped queries. In torch 2.11 it does not; its FlashAttention supports
 fewer key heads without it, forward and backward."""
-
 Tables = tuple[Tensor, Tensor]
 """Cosine and sine, [positions, D/2] float32."""
-
-# --------------------------------------------------------------------------------------------------------------------
-# Attention.
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +91,7 @@ class Spans:
         """Create the spans of a stream's blocks; shared prompts are in the first block.
 
         Example:
-            >>> from atomrl.models.attention import row_stream
+            >>> from atomrl.models.stream import row_stream
             >>> Spans.of(row_stream(2, 3).blocks).queries
             tensor([0, 3, 6], dtype=torch.int32)
         """
@@ -319,279 +304,3 @@ def _softmax_backward(block: Block, shares: Tensor, grad: Tensor) -> Tensor:
         cpp.call("softmax_backward", shares, grad, grad[..., 0].numel(), block.length, block.before)
         return grad
     return cast(Tensor, torch.ops.aten._softmax_backward_data(grad, shares, -1, shares.dtype))
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Sequence parallelism by Ulysses (arXiv:2309.14509). Each rank has a part of the tokens. For attention, an all-to-all
-# exchanges tokens for heads: each rank then has all tokens of some heads. A second one exchanges back.
-
-
-@dataclass(frozen=True, eq=False)
-class Share:
-    """Distribution of the N tokens of a stream over the S ranks of a group, in consecutive parts."""
-
-    group: Any
-    sizes: tuple[int, ...]
-    """Number of tokens of each rank."""
-    positions: Tensor
-    """[N] positions of all tokens in their rows."""
-
-    def heads(self, *parts: Tensor) -> list[Tensor]:
-        """Exchange tokens for heads: [n, heads, D] -> [N, heads / S, D] of each part."""
-        ranks, own = len(self.sizes), len(parts[0])
-        widths = [part.shape[1] // ranks * part.shape[2] for part in parts]
-        cut = [part.reshape(own, ranks, width) for part, width in zip(parts, widths, strict=True)]
-        flat = torch.cat(cut, dim=2).transpose(0, 1).flatten(0, 1)
-        pieces = apply(_Exchange, flat, [own] * ranks, list(self.sizes), self.group).split(widths, dim=1)
-        return [piece.unflatten(1, (-1, part.shape[2])) for piece, part in zip(pieces, parts, strict=True)]
-
-    def tokens(self, mixed: Tensor) -> Tensor:
-        """Exchange heads for tokens: [N, W] -> [n, S * W]; the inverse of `heads`."""
-        ranks, own = len(self.sizes), self.sizes[dist.get_rank(self.group)]
-        received = apply(_Exchange, mixed, list(self.sizes), [own] * ranks, self.group)
-        return received.view(ranks, own, mixed.shape[1]).transpose(0, 1).flatten(1)
-
-
-def part_sizes(tokens: int, ranks: int) -> tuple[int, ...]:
-    """Split tokens over ranks as evenly as possible.
-
-    Example:
-        >>> part_sizes(8, 3)
-        (3, 3, 2)
-    """
-    return tuple(tokens // ranks + (rank < tokens % ranks) for rank in range(ranks))
-
-
-def check_heads(config: Any, ranks: int, path: object) -> None:
-    """Raise ConfigError if `ranks` does not divide the heads of a transformers config."""
-    heads = size(config, "num_attention_heads")
-    keys = size(config, "num_key_value_heads") or heads
-    if heads % ranks or keys % ranks:
-        raise ConfigError(
-            f"backend.sequence={ranks} does not divide the {heads} heads and {keys} key-value heads of {path}"
-        )
-
-
-def total(tensor: Tensor, group: Any) -> Tensor:
-    """Sum over ranks what each computed for its tokens, with zeros for those of others.
-
-    Backward is the identity: all ranks compute the same loss, and each differentiates its own part.
-
-    Args:
-        group: process group; None: return the tensor.
-    """
-    return tensor if group is None else apply(_Total, tensor, group)
-
-
-class _Exchange(torch.autograd.Function):
-    """`all_to_all_single` with gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, send: Sequence[int], receive: Sequence[int], group: Any) -> Tensor:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        received = x.new_empty(sum(receive), *x.shape[1:])
-        dist.all_to_all_single(received, x.contiguous(), list(receive), list(send), group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return apply(_Exchange, grad, ctx.receive, ctx.send, ctx.group), None, None, None
-
-
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
-        summed = tensor.contiguous().clone()
-        dist.all_reduce(summed, group=group)
-        return summed
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Packing: the hidden states of a micro-batch without redundant computation.
-#
-# The completions of a group share a prompt. It is computed once, and they attend to its keys and values. Not computed
-# are padding, tokens after the last one in the loss, and in the last layer all states but the requested ones. The rest
-# is one stream of tokens [N, H]; only attention knows the rows.
-
-LEAST_SAVING = 1 / 32
-"""Prompts are shared if that saves at least this share of the tokens, because attention in two parts costs a little."""
-
-
-def packs_rows(setting: bool | None, device: str, dtype: torch.dtype) -> bool:
-    """Return True if rows are packed on a type of device.
-
-    Args:
-        setting: `model.pack_rows`; None: on a CPU, and on a GPU in bfloat16, which variable-length attention needs.
-
-    Example:
-        >>> packs_rows(None, "cpu", torch.float32), packs_rows(None, "cuda", torch.float32)
-        (True, False)
-    """
-    if setting is not None:
-        return setting
-    return device == "cpu" or (dtype == torch.bfloat16 and find_spec("torch.nn.attention.varlen") is not None)
-
-
-@dataclass(frozen=True)
-class Stream:
-    """The packed tokens of a micro-batch. Created on the CPU; the model moves it to its device (`to`)."""
-
-    source: Tensor
-    """[N] index of each token in the flattened [B * T]."""
-    positions: Tensor
-    """[N] position of each token in its row."""
-    before: Tensor
-    """[n] index in the stream of the token before each wanted one."""
-    blocks: tuple[Block, ...]
-    spans: Spans | None = None
-    """Arguments of variable-length attention, on a GPU."""
-    share: Share | None = None
-    """With sequence parallelism: `source`, `positions` and `before` are those of this rank, `blocks` of all."""
-
-    def to(self, device: torch.device) -> "Stream":
-        """Copy to a GPU and add `spans`; on a CPU, return self. Blocks stay on the CPU."""
-        if device.type == "cpu":
-            return self
-        spans = Spans.of(self.blocks)
-        order = None if spans.order is None else to_device(spans.order, device)
-        spans = replace(
-            spans, queries=to_device(spans.queries, device), keys=to_device(spans.keys, device), order=order
-        )
-        share = None if self.share is None else replace(self.share, positions=to_device(self.share.positions, device))
-        source, positions, before = (to_device(part, device) for part in (self.source, self.positions, self.before))
-        return Stream(source, positions, before, self.blocks, spans, share)
-
-    def cut(self, group: Any) -> tuple["Stream", Tensor]:
-        """Return this rank's share of the stream, and a mask [n] of the `before` tokens in it."""
-        sizes = part_sizes(len(self.source), dist.get_world_size(group))
-        start = sum(sizes[: (rank := dist.get_rank(group))])
-        stop = start + sizes[rank]
-        own = (self.before >= start) & (self.before < stop)
-        share = Share(group, sizes, self.positions)
-        parts = (self.source[start:stop], self.positions[start:stop], self.before[own] - start)
-        return Stream(*parts, self.blocks, self.spans, share), own
-
-
-def states_before(
-    model: Any, tokens: Tensor, wanted: Tensor, prompt_lengths: Tensor, images: Sequence[Sequence[Image]] = ()
-) -> tuple[Tensor, Tensor]:
-    """Compute the hidden states that predict the wanted tokens: those of the token before, after the final norm.
-
-    A model with `shares_prompts` computes a packed stream, others padded rows. Rows with pictures are padded.
-
-    Args:
-        model: `GPT` or `HFModel`.
-        tokens: [B, T] int64, right-padded; on the CPU to avoid a sync.
-        wanted: [B, T] bool; position 0 counts as False.
-        prompt_lengths: [B]. Rows with identical prompts of this length share them.
-        images: [B] pictures of each row; empty: no row has any.
-
-    Returns:
-        States [n, H] in the order of the rows, and the mask [B, T] of the tokens that they predict: `wanted`, or with
-        sequence parallelism this rank's part of it.
-
-    Example:
-        >>> from atomrl.models.gpt import new_gpt
-        >>> model = new_gpt(vocab_size=11, layers=1, hidden=32, heads=1)
-        >>> tokens = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0]])
-        >>> wanted = torch.tensor([[False, False, True, True], [False, False, True, False]])
-        >>> states, _ = states_before(model, tokens, wanted, torch.tensor([2, 2]))
-        >>> torch.equal(states[0], states[2])
-        True
-    """
-    wanted = wanted.clone()
-    wanted[:, 0] = False
-    device = model.head_weight.device
-    states: Tensor
-    if model.shares_prompts and wanted.any() and not images:
-        stream = make_stream(tokens.cpu(), wanted.cpu(), prompt_lengths.cpu())
-        if model.sharing is not None:
-            stream, own = stream.cut(model.sharing)
-            wanted = wanted.masked_scatter(wanted, own.to(wanted.device))
-        states = model.stream_states(to_device(tokens, device), stream)
-    else:
-        rows = to_device(tokens, device)
-        hidden = (model.forward_hidden(rows, images) if images else model.forward_hidden(rows)).flatten(0, 1)
-        states = hidden.index_select(0, to_device(wanted.flatten().nonzero()[:, 0] - 1, hidden.device))
-    return states, wanted
-
-
-def row_stream(rows: int, length: int) -> Stream:
-    """Create the stream of full rows without packing, with the state of every token."""
-    every = torch.arange(rows * length)
-    return Stream(every, every % length, every, (_block(0, [(row, 0, length) for row in range(rows)], None, []),))
-
-
-def make_stream(tokens: Tensor, wanted: Tensor, prompt_lengths: Tensor) -> Stream:
-    """Pack a micro-batch into a stream of three blocks: shared prompts, rows that share none, and completions after
-    shared prompts.
-
-    Args:
-        tokens, wanted, prompt_lengths: as in `states_before`, on the CPU; at least one token is wanted.
-    """
-    rows, width = tokens.shape
-    # Rows are computed up to the token before their last wanted one. Rows with the same prompt bytes form a group.
-    ends = (wanted * torch.arange(width)).amax(1).tolist()
-    prompts: dict[bytes, list[int]] = {}
-    flat = tokens.numpy()
-    for row, prompt in enumerate(prompt_lengths.tolist()):
-        if ends[row]:
-            shareable = 0 < prompt <= ends[row]
-            prompts.setdefault(flat[row, :prompt].tobytes() if shareable else f"row {row}".encode(), []).append(row)
-    lengths = {row: int(prompt_lengths[row]) for members in prompts.values() for row in members}
-    shared = [members for members in prompts.values() if len(members) > 1]
-    saved = sum((len(members) - 1) * lengths[members[0]] for members in shared)
-    if saved < LEAST_SAVING * sum(ends):
-        shared = []
-    # The sequences (row, begin, end) of each block.
-    group_of = {row: number for number, members in enumerate(shared) for row in members}
-    parts = [
-        [(row, 0, end) for row, end in ((members[0], lengths[members[0]]) for members in shared)],
-        [(row, 0, ends[row]) for row in range(rows) if ends[row] and row not in group_of],
-        [(row, lengths[row], ends[row]) for row in group_of if ends[row] > lengths[row]],
-    ]
-    # `where` [B, T]: index of each token in the stream; members of a group point to the shared prompt.
-    where, pieces, blocks, start = np.zeros((rows, width), np.int64), [], [], 0
-    for kind, part in enumerate(parts):
-        if part:
-            first = start
-            for row, begin, end in part:
-                where[row, begin:end] = np.arange(start, start + end - begin)
-                pieces.append(np.arange(row * width + begin, row * width + end))
-                start += end - begin
-            owners = [group_of[row] for row, _, _ in part] if kind == 2 else None
-            blocks.append(_block(first, part, owners, [lengths[members[0]] for members in shared]))
-    for members in shared:
-        where[members, : lengths[members[0]]] = where[members[0], : lengths[members[0]]]
-    source = torch.from_numpy(np.concatenate(pieces))
-    at = wanted.flatten().nonzero()[:, 0] - 1
-    return Stream(source, source % width, torch.from_numpy(where).flatten()[at], tuple(blocks))
-
-
-def _block(start: int, part: list[tuple[int, int, int]], owners: list[int] | None, prompts: list[int]) -> Block:
-    """Create a block of sequences (row, begin, end).
-
-    Args:
-        owners: index of the shared prompt of each sequence; None: none.
-        prompts: lengths of the shared prompts.
-    """
-    begins, ends = torch.tensor([piece[1:] for piece in part]).T.contiguous()
-    sizes, length = ends - begins, int((ends - begins).max())
-    own = torch.arange(length).expand(len(part), -1)
-    real = own < sizes[:, None]
-    return Block(
-        start=start,
-        stop=start + int(sizes.sum()),
-        rows=len(part),
-        length=length,
-        slots=real.flatten().nonzero()[:, 0],
-        even=bool(real.all()),
-        positions=(begins[:, None] + own)[real],
-        prompts=None if owners is None else torch.tensor(owners),
-        before=0 if owners is None else max(prompts),
-        seen=begins,
-    )

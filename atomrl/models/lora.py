@@ -23,9 +23,10 @@ from atomrl.common.files import model_identity
 from atomrl.config import ConfigError, LoraConfig, Quantization
 from atomrl.models.adapted import ADAPTER, adapted_linear, computes_here, is_adapted
 from atomrl.models.gpt import GPT
+from atomrl.models.published import published_names
 from atomrl.models.quantized import quantized_layers, round_as_quantized
 from atomrl.models.shapes import language_model, tower_weights
-from atomrl.models.transformers_model import HFModel, published_names
+from atomrl.models.transformers_model import HFModel
 from atomrl.protocols import Adapter
 
 log = logging.getLogger(__name__)

@@ -1,99 +1,16 @@
-"""Memory estimates of models from their configs, and the memory that this process uses."""
+"""Memory estimates of models from their configs: parameters and activations."""
 
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from atomrl.common.errors import reraise_as
-from atomrl.common.memory import process_memory
-from atomrl.common.metrics import Max, Metrics
 from atomrl.config import ConfigError
-from atomrl.models.gpt import BMM_MAX_TOKENS, unsupported
-from atomrl.models.loading import model_config_only
+from atomrl.models.decoder_spec import unsupported
+from atomrl.models.gpt import BMM_MAX_TOKENS
 from atomrl.models.shapes import auto_class, size, text_config, tower_weights
 from atomrl.models.vision import why_no_images
-
-# --------------------------------------------------------------------------------------------------------------------
-# Shapes of well-known models, for planning a run without a network, weights or a GPU.
-
-
-_SUFFIXES = ("-Instruct", "-it", "-pt", "-Base", "-SFT", "-DPO")
-
-
-@cache
-def _entries() -> list[tuple[list[str], dict[str, Any]]]:
-    """Return the hub names of each shape, and its config fields with `model_type`."""
-    file = yaml.safe_load((files("atomrl.models") / "known_shapes.yaml").read_text(encoding="utf-8"))
-    entries = []
-    for entry in file["models"]:
-        kind, names = entry.pop("type"), entry.pop("names")
-        sizes = dict(zip(file["columns"], entry.pop("shape"), strict=True))
-        vision, text = entry.pop("vision", None), {**file["families"].get(kind, {}), **sizes, **entry}
-        tied = text.get("tie_word_embeddings")
-        whole = {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
-        entries.append((names, {"model_type": kind, **(whole if vision else text)}))
-    return entries
-
-
-@cache
-def _table() -> dict[str, dict[str, Any]]:
-    """Return config fields by hub name in lower case."""
-    return {name.lower(): fields for names, fields in _entries() for name in names}
-
-
-@cache
-def known_shapes() -> dict[str, Any]:
-    """Return the transformers configs of well-known models: one hub name of each shape -> its config.
-
-    Example:
-        >>> known_shapes()["Qwen/Qwen2.5-7B"].hidden_size
-        3584
-    """
-    return {first: known_shape(first) for (first, *_), _ in _entries()}
-
-
-def known_shape(path: str | Path) -> Any | None:
-    """Return the transformers config of a well-known hub model; None if it is not in the table.
-
-    Instruction-tuned variants have the shape of their base model. Token ids and RoPE settings differ from the hub's:
-    the config is for counting parameters and memory only.
-
-    Example:
-        >>> known_shape("Qwen/Qwen2.5-7B-Instruct").hidden_size
-        3584
-    """
-    from transformers import AutoConfig
-
-    name = str(path).lower()
-    names = [name, *(name.removesuffix(suffix.lower()) for suffix in _SUFFIXES)]
-    fields = next((_table()[candidate] for candidate in names if candidate in _table()), None)
-    if fields is None:
-        # Mistral's instruction-tuned versions carry the word in the middle of the name
-        fields = _table().get(name.replace("-instruct-", "-"))
-    if fields is None:
-        return None
-    return AutoConfig.for_model(**fields)
-
-
-def planning_shape(path: str | Path, trust_remote_code: bool = False) -> Any:
-    """Return a model's config for planning: of a folder its own, of a hub name the table's if it is there.
-
-    Raises:
-        ConfigError: the model is not a folder, not in the table, and cannot be downloaded.
-    """
-    if not Path(path).is_dir() and (shape := known_shape(path)) is not None:
-        return shape
-    return model_config_only(path, trust_remote_code)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Parameters and activations, from a transformers config.
-
 
 FLOAT32 = 4
 MOST_TOKENS = 16384
@@ -112,6 +29,9 @@ IN_CPU_MEMORY = "in the CPU's memory"
 """Part of the memory estimate for offloaded shards; not in the total of the device."""
 SHARDED = ("trainer weights", "optimizer", "gradients", "reference", "teacher", "critic")
 """Parts of the memory estimate that are sharded over ranks."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
+"""Names of the numbers of experts, of all and of those that a token runs through, in the configs of transformers."""
 
 
 @dataclass(frozen=True)
@@ -317,11 +237,6 @@ def _inner_width(config: Any) -> int:
     return (size(config, *EXPERTS_PER_TOKEN) or 1) * width + shared
 
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
-"""Names of the numbers of experts, of all and of those that a token runs through, in the configs of transformers."""
-
-
 def adapters_of_rank(config: Any, trained: int, tensor: int) -> int:
     """Return a tensor-parallel rank's part of `trained` adapter parameters: one matrix is sharded, the other is not."""
     hidden, query, keys, inner = widths(config)
@@ -333,38 +248,3 @@ def expert_parameters(config: Any) -> int:
     """Count the parameters of all experts of a layer; 0 for a dense model."""
     width = size(config, "moe_intermediate_size", "intermediate_size")
     return 3 * size(config, *EXPERTS) * size(config, "hidden_size") * width
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Memory of this process.
-
-
-def memory_metrics() -> Metrics:
-    """Return the memory of this process in GiB, under verl's metric names; no GPU sync.
-
-    CPU memory is the current one. GPU memory, if a GPU is used, is the peak since the last call: allocated, reserved.
-
-    Example:
-        >>> memory_metrics()["perf/cpu_memory_used_gb"].value > 0
-        True
-    """
-    sizes = {"perf/cpu_memory_used_gb": process_memory("VmRSS")}
-    if torch.cuda.is_initialized():
-        sizes["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated()
-        sizes["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved()
-        torch.cuda.reset_peak_memory_stats()
-    return {name: Max(size / 2**30) for name, size in sizes.items()}
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an error means that GPU or CPU memory ran out.
-
-    Example:
-        >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"))
-        True
-    """
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    # cuBLAS has a message of its own for its workspace.
-    signs = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

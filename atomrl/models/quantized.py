@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from atomrl.common.errors import reraise_as
 from atomrl.config import ConfigError, Quantization
-from atomrl.models.kernels import apply, call, usable
+from atomrl.models.kernel_library import call, usable
+from atomrl.models.kernel_switches import apply
 
 log = logging.getLogger(__name__)
 BLOCK, SCALE_BLOCK = 64, 256

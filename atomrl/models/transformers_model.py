@@ -1,115 +1,38 @@
 """Train any causal language model of transformers: `HFModel`, with packed rows and published weight names."""
 
-import inspect
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from contextvars import ContextVar
-from typing import Any, Literal, cast
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from atomrl.atoms.logprobs import head_logits
 from atomrl.common.errors import reraise_as
 from atomrl.config import ConfigError
-from atomrl.models.attention import Stream, attend, make_stream, packs_rows
-from atomrl.models.kernels import are_plain
-from atomrl.models.offloading import Kept, get, put
+from atomrl.models.kernel_switches import are_plain
+from atomrl.models.rounding import Rounding, stays_float32
 from atomrl.models.shapes import text_config
+from atomrl.models.stream import Stream, packs_rows
+from atomrl.models.transformers_stream import Layout, let_stream, longest_row, small_stream, streaming
 from atomrl.models.vision import Vision
 from atomrl.types import Image
 
-# --------------------------------------------------------------------------------------------------------------------
-# An `attention.Stream` through a transformers model: everything except attention processes it as one long row.
-#
-# transformers looks up the mask function and the attention function in two registries, by a name in the model's
-# config. We register both under `NAME`. They are SDPA's, but inside `streaming` the mask is the stream itself, and
-# attention is `attention.attend`. Without a padding mask, transformers reads positions from the device to detect packed
-# rows, which is a sync. So the model gets a mask, which nothing reads inside `streaming`.
-
-NAME = "atomrl_stream"
-Layout = Stream | Literal["rows"]
-_stream: ContextVar[Layout | None] = ContextVar("stream", default=None)
-
-
-@contextmanager
-def streaming(stream: Layout) -> Iterator[None]:
-    """Make a model prepared by `let_stream` treat its input as this stream, or as right-padded rows, in the block."""
-    before = _stream.set(stream)
-    try:
-        yield
-    finally:
-        _stream.reset(before)
-
-
-def let_stream(inner: Any) -> bool:
-    """Prepare a model for `streaming`, if tokens of a row interact only through attention and positions.
-
-    Returns:
-        True if prepared. False: it has a recurrent state, takes no `position_ids`, or has its own attention.
-    """
-    config, base = inner.config, inner.base_model
-    kinds = set(getattr(text_config(config), "layer_types", None) or ())
-    if (
-        config._attn_implementation != "sdpa"
-        or not inner._can_set_attn_implementation()
-        or inner._is_stateful
-        or kinds - {"full_attention", "sliding_attention"}
-        or "position_ids" not in inspect.signature(base.forward).parameters
-    ):
-        return False
-    _register()
-    inner.set_attn_implementation(NAME)
-    return bool(config._attn_implementation == NAME)
-
-
-def longest_row(config: Any) -> int | None:
-    """Return the smallest attention window or chunk, up to which attention is full; None: no window."""
-    windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
-    return min((window for window in windows if window), default=None)
-
-
-def small_stream(vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor, Stream]:
-    """Create a test input of three rows, two with a shared prompt: tokens and wanted [3, 7], and the stream."""
-    tokens = (torch.arange(21) * 5 + 3).view(3, 7) % vocabulary
-    tokens[1, :4] = tokens[0, :4]
-    lengths = torch.tensor([7, 6, 5])
-    wanted = (torch.arange(7) >= 4) & (torch.arange(7) < lengths[:, None])
-    stream = make_stream(tokens, wanted, torch.tensor([4, 4, 4]))
-    return tokens.to(device), wanted.to(device), stream
-
-
-def _register() -> None:
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    def mask(*arguments: Any, **named: Any) -> Any:
-        layout = _stream.get()
-        if isinstance(layout, Stream):
-            return layout
-        return sdpa_mask(*arguments, **named | ({} if layout is None else {"attention_mask": None}))
-
-    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **named: Any) -> Any:
-        if not isinstance(attention_mask, Stream):
-            return ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, attention_mask, **named)
-        if named.get("position_bias") is not None:
-            raise NotImplementedError("attention adds a bias for each pair of positions")
-        q, k, v = (part[0].transpose(0, 1) for part in (q, k, v))
-        blocks, spans, share = attention_mask.blocks, attention_mask.spans, attention_mask.share
-        if share is not None:
-            q, k, v = share.heads(q, k, v)
-        mixed = attend(q, k, v, blocks, spans, named.get("scaling"))
-        if share is not None:
-            mixed = share.tokens(mixed.flatten(1)).unflatten(1, (-1, v.shape[2]))
-        return mixed[None], None
-
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask)
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The model.
+CHANGED_LOGITS = (
+    "changes its logits after the output matrix (a bias or a soft cap), which the chunked log-probs do not support; "
+    "use another model"
+)
+NO_TEXT = "cannot be trained on text"
+LATER_TOKENS = "attends to later tokens, so it is not a causal language model; use a causal one"
+BOTH_WAYS = ("cpmant", "paligemma", "xlm", "xlnet")
+"""Model types with a causal class that reads its prompt in both directions."""
+FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_mup_width_multiplier")
+SOFT_CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap", "ngram")
+"""Names of what changes logits after the output matrix, in the configs of transformers (the last is ProphetNet's)."""
+NO_WRITER = (
+    "ForMaskedLM", "Encoder", "Classification", "ForQuestionAnswering"
+)  # fmt: skip
+"""Suffixes of architecture names that do not generate text."""
 
 
 class HFModel(nn.Module):
@@ -126,7 +49,7 @@ class HFModel(nn.Module):
         self.config = inner.config
         self.generation_config = inner.generation_config
         self.compute_dtype = compute_dtype
-        self._rounding = None if compute_dtype is None else _Rounding(inner, compute_dtype)
+        self._rounding = None if compute_dtype is None else Rounding(inner, compute_dtype)
         self.pack_rows: bool | None = None
         """The config key `model.pack_rows`."""
         self.sharing: Any = None
@@ -217,19 +140,6 @@ class HFModel(nn.Module):
         return False
 
 
-CHANGED_LOGITS = (
-    "changes its logits after the output matrix (a bias or a soft cap), which the chunked log-probs do not support; "
-    "use another model"
-)
-NO_TEXT = "cannot be trained on text"
-LATER_TOKENS = "attends to later tokens, so it is not a causal language model; use a causal one"
-BOTH_WAYS = ("cpmant", "paligemma", "xlm", "xlnet")
-"""Model types with a causal class that reads its prompt in both directions."""
-FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_mup_width_multiplier")
-SOFT_CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap", "ngram")
-"""Names of what changes logits after the output matrix, in the configs of transformers (the last is ProphetNet's)."""
-
-
 def logit_factors(config: Any) -> list[float]:
     """Return the factors that a model may multiply its logits by: 1, and what its config has, which some divide by."""
     found = [value for name in FACTORS if (value := getattr(text_config(config), name, None))]
@@ -265,12 +175,6 @@ def check_trainable(inner: Any) -> None:
         raise ConfigError(f"{kind} {LATER_TOKENS}")
     if getattr(head, "bias", None) is not None or any(getattr(text, name, None) for name in SOFT_CAPS):
         raise ConfigError(f"{kind} {CHANGED_LOGITS}")
-
-
-NO_WRITER = (
-    "ForMaskedLM", "Encoder", "Classification", "ForQuestionAnswering"
-)  # fmt: skip
-"""Suffixes of architecture names that do not generate text."""
 
 
 def check_causal(config: Any, path: object) -> None:
@@ -314,141 +218,6 @@ def switch_dropout_off(inner: nn.Module) -> None:
 def rounded_to(inner: Any, dtype: torch.dtype) -> Any:
     """Round the weights of a float32 model in place, as if transformers had loaded it in `dtype`."""
     for name, weight in inner.named_parameters():
-        weight.data = weight.data.to(torch.float32 if _stays_float32(inner, name) else dtype)
+        weight.data = weight.data.to(torch.float32 if stays_float32(inner, name) else dtype)
     inner.config.dtype = dtype
     return inner
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Float32 masters with computation in another dtype.
-
-Rounded = tuple[nn.Parameter, tuple[int, ...], tuple[int, ...], int]
-"""A saved view of a rounded weight: its float32 master, and size, strides and offset of the view."""
-
-
-def _stays_float32(inner: Any, name: str) -> bool:
-    """Return True if transformers keeps a weight in float32 in any dtype."""
-    strict: set[str] = getattr(inner, "_keep_in_fp32_modules_strict", None) or set()
-    return bool(strict & set(name.split(".")))
-
-
-class _Rounding:
-    """Makes a model with float32 weights compute exactly like one loaded in `dtype`.
-
-    While a layer runs, its weights are replaced by rounded ones. With autocast, residual stream and norms would be
-    float32, and log-probs would differ from those of engine and reference by 0.01 nats on average. Autograd saves the
-    float32 weights instead of rounded ones, and the backward pass rounds them again. So no rounded copy of the model is
-    in memory.
-    """
-
-    def __init__(self, inner: Any, dtype: torch.dtype) -> None:
-        from transformers.modeling_layers import GradientCheckpointingLayer
-
-        self.dtype = dtype
-        self.masters: dict[int, nn.Parameter] = {}
-        """Float32 weights by the address of the rounded weight, while that exists."""
-        unrounded = {name for name, _ in inner.named_parameters() if _stays_float32(inner, name)}
-        names = {id(module): name for name, module in inner.named_modules()}
-        head = inner.get_output_embeddings()  # only `check` runs it, in float32
-        head.register_forward_pre_hook(lambda module, inputs: (inputs[0].to(module.weight.dtype),))
-        layers = [module for module in inner.modules() if isinstance(module, GradientCheckpointingLayer)]
-        rest = [[module] for module in inner.modules()]
-        done = {id(head)}
-        for unit, *modules in [[layer, *layer.modules()] for layer in layers or [inner.base_model]] + rest:
-            slots = []
-            for module in modules or [unit]:
-                if id(module) in done:
-                    continue
-                done.add(id(module))
-                if type(module) is nn.Embedding:  # round the rows that are looked up, not the full table
-                    module.register_forward_hook(lambda module, inputs, output: output.to(dtype))
-                    continue
-                if isinstance(module, _ConvNd):  # a tower casts to its dtype, which is float32 outside
-                    module.register_forward_pre_hook(lambda module, inputs: (inputs[0].to(dtype),))
-                own = [name for name, weight in module._parameters.items() if weight is not None]
-                slots += [(module, name) for name in own if f"{names[id(module)]}.{name}" not in unrounded]
-            if slots:
-                self._round_while_running(unit, slots)
-
-    def _round_while_running(self, unit: nn.Module, slots: list[tuple[nn.Module, str]]) -> None:
-        def enter(*_: Any) -> None:
-            for module, name in slots:
-                master = cast(nn.Parameter, module._parameters[name])
-                rounded = master.to(self.dtype)  # before the weight is removed, because memory may run out here
-                del module._parameters[name]
-                module.__dict__[name] = rounded
-                self.masters[rounded.data_ptr()] = master
-
-        def leave(*_: Any) -> None:
-            for module, name in slots:
-                if name in module.__dict__:
-                    module._parameters[name] = self.masters.pop(module.__dict__.pop(name).data_ptr())
-
-        unit.register_forward_pre_hook(enter)
-        unit.register_forward_hook(leave, always_call=True)
-
-    def saving_masters(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Make autograd save float32 weights instead of rounded ones inside the block."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-
-    def _pack(self, saved: Tensor) -> Kept | Rounded:
-        master = self.masters.get(saved.untyped_storage().data_ptr())
-        return put(saved) if master is None else (master, saved.size(), saved.stride(), int(saved.storage_offset()))
-
-    def _unpack(self, packed: Kept | Rounded) -> Tensor:
-        if isinstance(packed, Tensor) or len(packed) == 2:
-            return get(packed)
-        master, size, stride, offset = packed
-        return master.detach().to(self.dtype).as_strided(size, stride, offset)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Published weight names.
-
-
-def _place(tensor: Tensor) -> tuple[int, int]:
-    """Return storage and offset of a tensor; works on the meta device too."""
-    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
-
-
-class _View(Tensor):
-    """A tensor whose `contiguous` does not copy, so that the parts into which transformers splits it stay views."""
-
-    def contiguous(self, *_: Any, **__: Any) -> Tensor:
-        return self
-
-
-def published_weights(inner: Any, weights: Iterable[tuple[str, Tensor]] | None = None) -> dict[str, Tensor]:
-    """Return weights by the names of published checkpoints, which serving engines use.
-
-    transformers 5 renames and fuses weights of some families when it loads them (mixtures of experts, GPT-NeoX). This
-    reverts it by transformers' own table. Parts of fused weights are views, so that they can be written in place. A few
-    families whose published weights combine several of transformers' weights keep transformers' names.
-
-    Args:
-        inner: a transformers model.
-        weights: its weights by transformers' names; None: its state dict. Tied weights are returned once.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    state = dict(inner.state_dict().items() if weights is None else weights)
-    first: dict[tuple[int, int], str] = {}
-    for name, tensor in state.items():
-        first.setdefault(_place(tensor), name)
-    state = {name: tensor.detach() for name, tensor in state.items() if first[_place(tensor)] == name}
-    reverted = revert_weight_conversion(inner, {name: tensor.as_subclass(_View) for name, tensor in state.items()})
-    storages = {_place(tensor)[0] for tensor in state.values()}
-    if any(_place(tensor)[0] not in storages for tensor in reverted.values()):
-        return state
-    return {name: tensor.as_subclass(Tensor) for name, tensor in reverted.items()}
-
-
-def published_names(inner: Any) -> dict[str, str]:
-    """Return the published name of each weight that is not a part or a sum of others, by transformers' name.
-
-    Layers beneath adapters have the names that they have without them.
-    """
-    state = {name.replace(".base_layer.", "."): weight for name, weight in inner.state_dict().items()}
-    state = {name: weight for name, weight in state.items() if ".lora_" not in name}
-    by_place = {_place(weight): name for name, weight in published_weights(inner, state.items()).items()}
-    return {name: by_place.get(_place(weight), name) for name, weight in state.items()}

@@ -8,8 +8,9 @@ from itertools import combinations
 from typing import Any, Literal
 
 from atomrl.config import ConfigError, RunConfig, load_config, merge_trees
-from atomrl.models.gpt import FAMILIES
-from atomrl.models.memory import count_parameters, known_shapes, planning_shape
+from atomrl.models.decoder_spec import FAMILIES
+from atomrl.models.known_shapes import known_shapes, planning_shape
+from atomrl.models.memory import count_parameters
 from atomrl.planner.plan import Plan
 
 FEWEST_CONCURRENT, LEAST_COMPLETION = 8, 256

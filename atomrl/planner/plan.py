@@ -12,7 +12,7 @@ import torch
 
 from atomrl.common.memory import available_memory, readable
 from atomrl.config import ConfigError, RunConfig
-from atomrl.models.memory import planning_shape
+from atomrl.models.known_shapes import planning_shape
 from atomrl.planner.gpus import Gpu
 from atomrl.planner.step_time import ERROR_FACTOR, step_seconds
 from atomrl.protocols import Algorithm

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from atomrl.config import RunConfig
-from atomrl.engines.decoder import FUSED_ROWS
-from atomrl.models.attention import packs_rows
+from atomrl.engines.native.linear import FUSED_ROWS
 from atomrl.models.memory import FLOAT32, QUANTIZED, active_parameters, count_parameters, ends, layer_count, widths
 from atomrl.models.shapes import text_config
+from atomrl.models.stream import packs_rows
 from atomrl.planner.gpus import Gpu
 from atomrl.trainer.build import chosen_class
 from atomrl.trainer.memory import shares_base

@@ -1,81 +1,25 @@
-"""Encode groups of trajectories as bytes for the rollout pool, and the errors of a pool.
-
-    5 x uint32   bytes of the JSON; numbers of tokens, log-probs, candidate counts, candidate ids
-    JSON         the problem, and a column for each field of the trajectories
-    int32 ...    tokens: those of the prompt once, then trajectory after trajectory
-    float32 ...  log-probs
-    int32 ...    candidates (`types.RaggedIds`): the count per token, then their ids
-
-Little-endian, no pickle. Nothing is compressed: at the quickstart's size zlib would take longer than all the rest
-(docs/guides/rollout_pool.md).
-"""
+"""Encode groups of trajectories as bytes for the rollout pool, and decode them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import sqlite3
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
-from filelock import Timeout
 
 from atomrl.types import Episode, Image, Problem, RaggedIds, RewardFailure, Segment, Trajectory, Turn
 
-# --------------------------------------------------------------------------------------------------------------------
-# Errors.
-
-BUSY_S = 60.0
-"""Seconds that a process waits for the transactions of others, which take milliseconds."""
-ADVICE = {
-    "SQLITE_FULL": "the disk is full: free space, or use another folder (pool.folder); written groups are kept",
-    "SQLITE_BUSY": f"locked by another process for {BUSY_S:.0f} s: check which one hangs",
-    "SQLITE_NOTADB": "not a rollout pool, or corrupted",
-    "SQLITE_CORRUPT": "corrupted: save what `atomrl pool export` can read, then remove the file",
-    "SQLITE_CANTOPEN": "cannot be opened",
-    "SQLITE_READONLY": "cannot be written",
-    "SQLITE_IOERR": "I/O error; use a local disk, not a network file system",
-}
-"""Name of an SQLite error, or its beginning -> what to do."""
 SIZES = struct.Struct("<5I")
 PROMPT = 0
 """Stands for the group's prompt in the list of a trajectory's segments."""
 TO_JSON = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 COLUMNS = ("index", "text", "finish_reason", "reward", "baseline_reward")
 """Fields of a trajectory that are written unchanged."""
-
-
-class PoolError(ValueError):
-    """A pool cannot be used; the message names the file and what to do."""
-
-
-class PoolEmpty(PoolError):
-    """A step waited longer than `pool.timeout_s` for groups."""
-
-
-class LeaseLost(PoolError):
-    """Groups that a trainer had claimed went to another one, because its lease expired."""
-
-
-@contextmanager
-def pool_errors(path: Path) -> Iterator[None]:
-    """Turn SQLite's errors into a `PoolError` that names the file and what to do."""
-    try:
-        yield
-    except Timeout as error:
-        raise PoolError(f"rollout pool {path}: {ADVICE['SQLITE_BUSY']}") from error
-    except sqlite3.DatabaseError as error:
-        name = getattr(error, "sqlite_errorname", None) or ""
-        advice = next((text for start, text in ADVICE.items() if name.startswith(start)), None)
-        if advice is None:
-            raise
-        raise PoolError(f"rollout pool {path}: {advice} ({error})") from error
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -14,119 +14,35 @@ import json
 import sqlite3
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from filelock import FileLock
 
-from atomrl.common.files import write_jsonl
 from atomrl.config import PoolConfig
-from atomrl.pool.codec import (
-    BUSY_S,
-    LeaseLost,
-    PoolError,
-    checksum,
-    columns,
-    decode,
-    episode_of,
-    images_of,
-    pool_errors,
+from atomrl.pool.codec import checksum, columns, decode
+from atomrl.pool.errors import BUSY_S, LeaseLost, PoolError, pool_errors
+from atomrl.pool.queries import (
+    APPLICATION_ID,
+    CLAIMABLE,
+    COUNTED,
+    EVICTED,
+    FORGET_PRODUCERS,
+    IS_HELD,
+    PASSED_OVER,
+    SCHEMA,
+    SCHEMA_VERSION,
+    SUMMARY,
+    UNHELD,
+    WHY_NOT,
 )
-from atomrl.types import Problem, RaggedIds, RewardFailure, Segment, Trajectory
+from atomrl.types import Trajectory
 
-# --------------------------------------------------------------------------------------------------------------------
-# Schema and queries.
-
-SCHEMA_VERSION = 5
-APPLICATION_ID = 0x41525031
-"""SQLite application id of a pool: "ARP1"."""
-SCHEMA = (
-    """CREATE TABLE groups (
-        id INTEGER PRIMARY KEY AUTOINCREMENT,
-        digest BLOB NOT NULL UNIQUE,      -- hash of the tokens
-        checksum BLOB NOT NULL,           -- hash of the payload
-        run TEXT NOT NULL,                -- run whose weights sampled it; '' for the initial model
-        prompt_id TEXT NOT NULL,
-        oldest INTEGER NOT NULL,          -- lowest policy version of its tokens
-        newest INTEGER NOT NULL,
-        trajectories INTEGER NOT NULL,
-        tokens INTEGER NOT NULL,          -- without the prompt
-        shortest INTEGER NOT NULL,        -- length of the shortest completion in tokens
-        mixed INTEGER NOT NULL,           -- 1: the rewards differ
-        reward REAL,                      -- mean reward
-        written REAL NOT NULL,            -- seconds since 1970
-        uses INTEGER NOT NULL DEFAULT 0,  -- how often it was trained on and finished
-        payload BLOB NOT NULL
-    )""",
-    "CREATE INDEX by_version ON groups (uses, oldest, id)",
-    "CREATE INDEX by_time ON groups (written)",
-    """CREATE TABLE claims (
-        group_id INTEGER NOT NULL REFERENCES groups ON DELETE CASCADE,
-        reader TEXT NOT NULL,
-        step INTEGER NOT NULL,
-        place INTEGER NOT NULL,           -- position among the groups of the step
-        expires REAL NOT NULL,
-        PRIMARY KEY (group_id, reader, step)
-    ) WITHOUT ROWID""",
-    "CREATE INDEX by_reader ON claims (reader, step, place)",
-    "CREATE TABLE counts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
-    "CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
-)
-IS_HELD = "EXISTS (SELECT 1 FROM claims WHERE group_id = id AND expires > :now)"
-UNAVAILABLE = (
-    "uses + (SELECT count(*) FROM claims WHERE group_id = id AND (expires > :now OR reader = :reader)) >= :max_uses "
-    "OR EXISTS (SELECT 1 FROM claims WHERE group_id = id AND reader = :reader AND step = :step)"
-)
-PASSED_OVER = {
-    "of another run's weights": "run NOT IN ('', :reader)",
-    "more than pool.max_staleness behind": "oldest < :oldest",
-    "of newer weights": "newest > :newest",
-    "with a completion under pool.min_response_tokens": "shortest < :shortest",
-    "held or used up": UNAVAILABLE,
-}
-"""Reason why a reader does not claim a group -> SQL condition."""
-CLAIMABLE = (
-    "SELECT id, uses, checksum, payload FROM groups WHERE "
-    + " AND ".join(f"NOT ({condition})" for condition in PASSED_OVER.values())
-    + " ORDER BY uses, oldest, id LIMIT :count"
-)
-"""Least used first, then lowest weight version, then first written."""
-WHY_NOT = "SELECT " + ", ".join(f"coalesce(sum({condition}), 0)" for condition in PASSED_OVER.values()) + " FROM groups"
-"""Number of groups for each condition of `PASSED_OVER`."""
-FORGET_PRODUCERS = "DELETE FROM facts WHERE name = 'producers'"
-"""Deletes the state of `RolloutPool.shared_state`: what producers learned from the weights of another run."""
-UNHELD = "SELECT (SELECT count(*) FROM groups) - (SELECT count(DISTINCT group_id) FROM claims WHERE expires > :now)"
-EVICTED = f"SELECT id FROM groups WHERE NOT {IS_HELD} ORDER BY oldest, id LIMIT :over"
-SUMMARY = f"""SELECT
-    count(*) AS groups,
-    coalesce(sum({IS_HELD}), 0) AS held,
-    coalesce(sum(trajectories), 0) AS trajectories,
-    coalesce(sum(tokens), 0) AS tokens,
-    coalesce(sum(mixed), 0) AS mixed,
-    coalesce(sum(length(payload)), 0) AS payload_bytes,
-    avg(reward) AS reward,
-    min(oldest) AS oldest_version,
-    max(newest) AS newest_version,
-    :now - min(written) AS oldest_age_s
-FROM groups"""
-
-
-COUNTED = ("written", "duplicates", "finished", "returned", "evicted", "expired", "stale", "cleared")
-"""Counts of groups since the pool was created."""
 _POLL_S = 0.002
 """Interval in which a process tries to get the pool's lock."""
-AS_TEXT = ("problem", "episode", "reward_parts", "part_weights", "made_with")
-"""Columns whose values have no common type; they are JSON text in Parquet."""
-BATCH = 64
-"""Groups per transaction of an import."""
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The pool.
 
 
 @dataclass(frozen=True)
@@ -484,143 +400,3 @@ class RolloutPool:
         with pool_errors(self.path), self._lock.acquire(poll_interval=_POLL_S):
             self._db.execute("VACUUM")
         return deleted
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Export to JSONL and Parquet, and import.
-
-
-def export_rows(pool: RolloutPool) -> Iterator[dict[str, Any]]:
-    """Yield a row for each trajectory, with its problem, segments, rewards and group, and the pool's identity."""
-    made_with = pool.identity()
-    for about, group in pool.groups():
-        for item in group:
-            row = {field.name: getattr(item, field.name) for field in fields(item)}
-            yield {
-                "group": about["id"], "uses": about["uses"], "written": about["written"], "run": about["run"], **row,
-                "problem": asdict(item.problem),
-                "episode": None if item.episode is None else asdict(item.episode),
-                "segments": [_segment_row(part) for part in item.segments],
-                "reward_parts": dict(item.reward_parts),
-                "part_weights": dict(item.part_weights),
-                "reward_failures": [asdict(failure) for failure in item.reward_failures],
-                "made_with": made_with,
-            }  # fmt: skip
-
-
-def _segment_row(part: Segment) -> dict[str, Any]:
-    chosen = part.candidates
-    ragged = None if chosen is None else {"counts": chosen.counts.tolist(), "ids": chosen.ids.tolist()}
-    return {
-        "origin": part.origin,
-        "token_ids": part.token_ids,
-        "logprobs": part.logprobs,
-        "policy_version": part.policy_version,
-        "candidates": ragged,
-    }
-
-
-def trajectory_of(row: Mapping[str, Any]) -> Trajectory:
-    """Build the trajectory of a row from `export_rows`.
-
-    Raises:
-        KeyError, TypeError, ValueError: the row has another format.
-    """
-    values = dict(row)
-    for name in AS_TEXT:
-        if isinstance(values.get(name), str):
-            values[name] = json.loads(values[name])
-    problem, parts = values["problem"], []
-    for part in values["segments"]:
-        ragged = part["candidates"]
-        if ragged is not None:
-            counts, ids = (torch.tensor(ragged[name], dtype=torch.int32) for name in ("counts", "ids"))
-            ragged = RaggedIds(counts, ids)
-        logprobs = None if part["logprobs"] is None else tuple(part["logprobs"])
-        tokens = tuple(int(token) for token in part["token_ids"])
-        parts.append(Segment(**{**part, "token_ids": tokens, "logprobs": logprobs, "candidates": ragged}))
-    if not isinstance(problem["prompt"], str):
-        problem = {**problem, "prompt": tuple(problem["prompt"])}
-    names = {field.name for field in fields(Trajectory)}
-    return Trajectory(
-        **{name: value for name, value in values.items() if name in names}
-        | {
-            "problem": Problem(**problem | {"images": images_of(problem.get("images", ()))}),
-            "segments": tuple(parts),
-            "episode": episode_of(values.get("episode")),
-            "token_rewards": tuple((int(place), float(reward)) for place, reward in values["token_rewards"]),
-            "reward_failures": tuple(RewardFailure(**failure) for failure in values["reward_failures"]),
-        }
-    )
-
-
-def write_rows(rows: Iterable[Mapping[str, Any]], path: Path) -> int:
-    """Write rows as JSONL or Parquet, by the suffix of `path`; return their number.
-
-    Raises:
-        ValueError: the suffix is neither.
-    """
-    if path.suffix == ".jsonl":
-        return write_jsonl(rows, path, lenient=True)
-    if path.suffix != ".parquet":
-        raise ValueError(f"{path}: the file name must end in .jsonl or .parquet")
-    pyarrow, parquet = _pyarrow()
-    table = pyarrow.Table.from_pylist([{**row, **{name: json.dumps(row[name]) for name in AS_TEXT}} for row in rows])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    parquet.write_table(table, partial)
-    partial.replace(path)
-    return int(table.num_rows)
-
-
-def _pyarrow() -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise ImportError("Parquet needs pyarrow: pip install 'atomrl[parquet]'") from None
-    return pyarrow, parquet
-
-
-def import_rows(pool: RolloutPool, path: Path) -> tuple[int, int]:
-    """Put the groups of an exported file into a pool.
-
-    They get weight version 0 (the initial model), because versions of one run mean nothing in another. Their log-probs
-    stay those of the weights that sampled them, as importance correction needs them.
-
-    Returns:
-        Number of groups in the file, and number of groups that were new to the pool.
-
-    Raises:
-        PoolError: the pool has groups that were made with another tokenizer, model, ...
-        ValueError: a row has another format than `atomrl pool export` writes; the message has its line.
-    """
-    groups: dict[Any, list[Trajectory]] = {}
-    made_with: set[str] = set()
-    for number, row in enumerate(_read(path), start=1):
-        try:
-            item = trajectory_of(row)
-            made_with.add(row["made_with"] if isinstance(row["made_with"], str) else json.dumps(row["made_with"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}:{number}: not a row of `atomrl pool export`: {error!r}") from None
-        parts = (replace(part, policy_version=0) if part.origin == "model" else part for part in item.segments)
-        groups.setdefault(row["group"], []).append(replace(item, segments=tuple(parts)))
-    if len(made_with) != 1:
-        raise PoolError(f"{path} has {len(made_with)} different values of `made_with`; import files of one pool")
-    pool.check_identity(json.loads(made_with.pop()))
-    all_groups, new = list(groups.values()), 0
-    for start in range(0, len(all_groups), BATCH):
-        new += pool.put(all_groups[start : start + BATCH])
-    return len(all_groups), new
-
-
-def _read(path: Path) -> Iterator[Mapping[str, Any]]:
-    if path.suffix == ".parquet":
-        yield from _pyarrow()[1].read_table(path).to_pylist()
-        return
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}:{number} is not JSON: {error}") from None

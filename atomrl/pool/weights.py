@@ -17,7 +17,7 @@ from atomrl.protocols import RolloutEngine, TrainingBackend, WeightUpdate
 from atomrl.tracking.checkpoints import disk_full_named
 from atomrl.tracking.run_directory import PUBLISHED_WEIGHTS
 from atomrl.weight_sync import ReadBack, checked_update
-from atomrl.weight_sync.channels import FileReference, write_update
+from atomrl.weight_sync.files import FileReference, write_update
 from atomrl.weight_sync.hashes import device_hash, fetch_hashes
 from atomrl.weight_sync.transfer import compare
 

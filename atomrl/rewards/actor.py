@@ -82,7 +82,7 @@ class RewardActor:
             return self._score(index, trajectories)
 
     def _score(self, index: int, trajectories: Sequence[Trajectory]) -> list[Any]:
-        from atomrl.cluster.ray_cluster import RayHangs  # imports PyTorch, which rewards alone do not need
+        from atomrl.cluster.watch import RayHangs  # imports PyTorch, which rewards alone do not need
 
         for _ in range(_MAX_DEATHS):
             actor = None

@@ -22,19 +22,9 @@ from atomrl.common.hangs import progress
 from atomrl.common.outages import Outage, ServiceGone
 from atomrl.common.secrets import without_secrets
 from atomrl.data.files import error_list
-from atomrl.rewards.calling import (
-    Outcome,
-    RewardPool,
-    Score,
-    Scorer,
-    Task,
-    call,
-    columns_of,
-    find_scorer,
-    instantiate,
-    missing_column,
-)
+from atomrl.rewards.calling import Outcome, Score, Task, call, columns_of, instantiate
 from atomrl.rewards.errors import RewardError, RewardStop
+from atomrl.rewards.scorer import Scorer, find_scorer, missing_column
 from atomrl.rewards.service import RewardService
 from atomrl.rewards.table import (
     CLASSES,
@@ -46,6 +36,7 @@ from atomrl.rewards.table import (
     says_right,
     truth_problem,
 )
+from atomrl.rewards.workers import RewardPool
 from atomrl.types import Problem, RewardFailure, Segment, Trajectory
 
 if TYPE_CHECKING:

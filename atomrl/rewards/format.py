@@ -1,19 +1,28 @@
-"""Extract the answer from a completion, and rewards for its format, length and repetition.
+"""Extract the answer from a completion, and the reward for the strict format.
 
 The strict format is `<think>reasoning</think><answer>answer</answer>`. Rewards that compare the answer with a ground
-truth are in `answers` and `verifiable`.
+truth are in `verifiable`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from atomrl.rewards.errors import NoScore
-from atomrl.types import Trajectory
-
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_MARK = re.compile(r"(?<!#)####(?!#)")
+_TITLE = re.compile(r"^[*_ ]*(?:final )?answer[*_: ]*(?=\n)", re.IGNORECASE)
+_HEADING = re.compile(
+    r"[*_\s]*(?:[0-9]{1,2}[.):]\s+[*_]*[^\W\d]|(?:step|part|case|method|approach|problem|question|phase|section|example|"
+    r"(?:final\s+)?(?:answer|solution|conclusion|explanation|verification|check|summary|calculation)s?)\b)",
+    re.IGNORECASE,
+)
+_BRACES = r"\{(?:[^{}]|\{[^{}]{0,100}\}){0,100}\}"
+_BOX = re.compile(
+    r"\\\\|\\[{}]|\\(?:boxed|fbox|framebox)\s*(?:\{|(?P<bare>[-+−]?(?:\\[dtc]?frac\s*[0-9]{2}|[0-9][0-9.,/]*|"
+    rf"\\[A-Za-z]+(?:\s?{_BRACES}){{0,2}}|[A-Za-z](?![A-Za-z]))))|[{{}}]"
+)
 
 
 def split_strict(text: str) -> tuple[str, str] | None:
@@ -99,15 +108,6 @@ def marked_answer(text: str) -> str | None:
     return None if boxed is None else boxed.strip()
 
 
-_MARK = re.compile(r"(?<!#)####(?!#)")
-_TITLE = re.compile(r"^[*_ ]*(?:final )?answer[*_: ]*(?=\n)", re.IGNORECASE)
-_HEADING = re.compile(
-    r"[*_\s]*(?:[0-9]{1,2}[.):]\s+[*_]*[^\W\d]|(?:step|part|case|method|approach|problem|question|phase|section|example|"
-    r"(?:final\s+)?(?:answer|solution|conclusion|explanation|verification|check|summary|calculation)s?)\b)",
-    re.IGNORECASE,
-)
-
-
 def marked_lines(text: str) -> Iterator[tuple[str, bool]]:
     """Yield (rest of the line after a `####`, True if more lines of text follow), from the last mark to the first.
 
@@ -147,13 +147,6 @@ def tagged_answer(text: str) -> str | None:
     return answer.strip() if closed and opened else None
 
 
-_BRACES = r"\{(?:[^{}]|\{[^{}]{0,100}\}){0,100}\}"
-_BOX = re.compile(
-    r"\\\\|\\[{}]|\\(?:boxed|fbox|framebox)\s*(?:\{|(?P<bare>[-+−]?(?:\\[dtc]?frac\s*[0-9]{2}|[0-9][0-9.,/]*|"
-    rf"\\[A-Za-z]+(?:\s?{_BRACES}){{0,2}}|[A-Za-z](?![A-Za-z]))))|[{{}}]"
-)
-
-
 def last_boxed(text: str) -> str | None:
     r"""Return the content of the last complete `\boxed{...}` or `\fbox{...}`, or of a box without braces, or None.
 
@@ -173,155 +166,3 @@ def last_boxed(text: str) -> str | None:
             span = start, match.start()
         last = last if span is None else max(last or (0, 0), span)
     return None if last is None else text[slice(*last)]
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Penalties: rewards that are never positive.
-
-
-def length_penalty(
-    prompts: list[Any],
-    completions: list[str],
-    completion_tokens: list[int],
-    free_tokens: int = 512,
-    max_tokens: int = 1024,
-    **columns: Any,
-) -> list[float]:
-    """Penalize length: 0 up to `free_tokens`, then linearly down to -1 at `max_tokens` and beyond.
-
-        r = -min(1, max(0, (tokens - free_tokens) / (max_tokens - free_tokens)))
-
-    Args:
-        completion_tokens: number of tokens of each completion; passed to every reward.
-        free_tokens: length up to which there is no penalty.
-        max_tokens: length from which the penalty is -1.
-
-    Raises:
-        ValueError: `max_tokens` is not above `free_tokens`.
-
-    Example:
-        >>> length_penalty([""] * 3, [""] * 3, [100, 150, 900], free_tokens=100, max_tokens=200)
-        [0.0, -0.5, -1.0]
-    """
-    if not 0 <= free_tokens < max_tokens:
-        raise ValueError(f"length_penalty needs 0 <= free_tokens < max_tokens, not {free_tokens} and {max_tokens}")
-    span = max_tokens - free_tokens
-    return [0.0 - min(1.0, max(0, tokens - free_tokens) / span) for tokens in completion_tokens]
-
-
-def missing_eos_penalty(
-    prompts: list[Any], completions: list[str], completion_ids: list[list[int]], eos_token_id: int, **columns: Any
-) -> list[float]:
-    """Return -1 for a completion without the end-of-sequence token, else 0.
-
-    Args:
-        completion_ids: tokens of each completion; passed to rewards that ask for them.
-        eos_token_id: the end-of-sequence token.
-
-    Example:
-        >>> missing_eos_penalty([""] * 2, ["a", "b"], [[5, 2], [5, 6]], eos_token_id=2)
-        [0.0, -1.0]
-    """
-    return [0.0 if eos_token_id in ids else -1.0 for ids in completion_ids]
-
-
-def repetition_penalty(
-    prompts: list[Any], completions: list[str], ngram_size: int = 3, max_penalty: float = -1.0, **columns: Any
-) -> list[float]:
-    """Penalize repetition: the share of repeated n-grams, times `max_penalty`; 0 for fewer than `ngram_size` words.
-
-        r = max_penalty * (1 - distinct n-grams / n-grams)
-
-    Paper: arXiv:2502.03373, appendix C.2. Words are lower-cased and split at white space, as in open-r1. A text
-    without spaces (Chinese, Japanese) is one word and is never penalized.
-
-    Raises:
-        ValueError: `ngram_size` is below 1 or `max_penalty` above 0.
-
-    Example:
-        >>> repetition_penalty([""] * 2, ["no no no no no", "each word once"])
-        [-0.6666666666666666, 0.0]
-    """
-    if ngram_size < 1 or max_penalty > 0:
-        raise ValueError(f"repetition_penalty needs {ngram_size=} >= 1 and {max_penalty=} <= 0")
-    scores = []
-    for completion in completions:
-        words = completion.lower().split()
-        total = len(words) - ngram_size + 1
-        distinct = len(set(zip(*(words[start:] for start in range(ngram_size)), strict=False)))
-        scores.append(max_penalty * (total - distinct) / total + 0.0 if total > 0 else 0.0)  # and no -0.0
-    return scores
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The rewards for format of the well-known GRPO tutorials on GSM8K, with their `<think>` and `<answer>` blocks. Their
-# fourth reward is `answers.correctness_reward`.
-#
-# They differ from the tutorials in two points, where those give 0 to correct completions: the reasoning may have
-# several lines, and the text may end with `</answer>`.
-
-_MARKS = ("<think>\n", "</think>\n", "<answer>\n", "</answer>\n")
-
-
-def digit_reward(prompts: list[Any], completions: list[str], *unused: Any, **columns: Any) -> list[float]:
-    """Return 0.5 if the last `<answer>` block is digits only (no sign, point or comma), else 0.0.
-
-    Example:
-        >>> digit_reward([""] * 2, ["<answer>18</answer>", "<answer>$18</answer>"])
-        [0.5, 0.0]
-    """
-    texts = [tagged_answer(completion) or "" for completion in completions]
-    return [0.5 * (text.isascii() and text.isdigit()) for text in texts]
-
-
-def hard_format_reward(prompts: list[Any], completions: list[str], *unused: Any, **columns: Any) -> list[float]:
-    r"""Return 0.5 for exactly `<think>\n...\n</think>\n<answer>\n...\n</answer>`, else 0.0.
-
-    Each tag occurs once. A newline at the end is optional.
-
-    Example:
-        >>> hard_format_reward([""] * 2, ["<think>\n9+9\n</think>\n<answer>\n18\n</answer>", "<answer>18</answer>"])
-        [0.5, 0.0]
-    """
-    return [0.5 * _has_form(completion.removesuffix("\n")) for completion in completions]
-
-
-def _has_form(text: str) -> bool:
-    _, opened, answer = text.removeprefix("<think>\n").partition("\n</think>\n<answer>\n")
-    outer = text.startswith("<think>\n") and answer.endswith("\n</answer>")
-    return bool(opened) and outer and all(text.count(tag) == 1 for tag in TAGS)
-
-
-def mark_reward(prompts: list[Any], completions: list[str], *unused: Any, **columns: Any) -> list[float]:
-    r"""Return 0.125 for each of the four tags that occurs exactly once, at the end of its line: partial credit for the
-    format of `hard_format_reward`.
-
-    Example:
-        >>> mark_reward([""] * 2, ["<think>\n9+9\n</think>\n<answer>\n18\n</answer>", "<think>\n<answer>18"])
-        [0.5, 0.125]
-    """
-    return [0.125 * sum((text + "\n").count(mark) == 1 for mark in _MARKS) for text in completions]
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The reward of an environment.
-
-
-class EnvironmentOutcome:
-    """The reward `environment`: the outcome that the environment returned at the end of the episode, or None.
-
-    Example:
-        >>> EnvironmentOutcome()([])
-        []
-    """
-
-    concurrent = True
-
-    def __call__(self, trajectories: Sequence[Trajectory]) -> list[float | NoScore | None]:
-        """Return the outcome of each episode."""
-        return [
-            NoScore("invalid", "there is no episode: the run has no section environment")
-            if item.episode is None
-            else item.episode.outcome
-            for item in trajectories
-        ]

@@ -11,12 +11,12 @@ from atomrl.common.errors import did_you_mean
 from atomrl.common.functions import OF_FILE, find_function, names_in
 from atomrl.data.problems import USUAL
 from atomrl.rewards import latex as boxes
-from atomrl.rewards import programs
-from atomrl.rewards import verifiable as tasks
-from atomrl.rewards.answers import read_answer, require_truth, truth_text
+from atomrl.rewards import programs, tasks
+from atomrl.rewards.answers import require_truth, truth_text
 from atomrl.rewards.errors import RewardError, require
-from atomrl.rewards.programs import cases_of
-from atomrl.rewards.verifiable import number_truth, right_answers
+from atomrl.rewards.program_tests import cases_of
+from atomrl.rewards.search_r1 import right_answers
+from atomrl.rewards.verifiable import number_truth, read_answer
 
 AnyReward = Callable[..., Any]
 """A function or class of any of the kinds that `calling.Style` lists."""
@@ -26,11 +26,14 @@ REWARDS: dict[str, AnyReward] = dict(inspect.getmembers(built_in, inspect.isfunc
 LOADING: dict[str, str] = {"reward_model": "atomrl.models.reward_model.RewardModel"}
 """Built-in reward models: name -> dotted path, imported on first use. They run in this process, on the run's device."""
 
-SERVICES: dict[str, str] = {"http": "atomrl.rewards.service.HttpReward", "llm_judge": "atomrl.rewards.service.LLMJudge"}
+SERVICES: dict[str, str] = {
+    "http": "atomrl.rewards.http_reward.HttpReward",
+    "llm_judge": "atomrl.rewards.llm_judge.LLMJudge",
+}
 """Built-in rewards that call an HTTP service: name -> dotted path. They run in this process, not in workers, because
 outages, cache and budget are shared by the whole run."""
 
-CLASSES = LOADING | SERVICES | {"environment": "atomrl.rewards.format.EnvironmentOutcome"}
+CLASSES = LOADING | SERVICES | {"environment": "atomrl.rewards.environment.EnvironmentOutcome"}
 """All built-in rewards that are classes: name -> dotted path."""
 Row = Mapping[str, Any]
 """Columns of one problem, including `ground_truth`."""

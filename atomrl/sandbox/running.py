@@ -1,8 +1,7 @@
-"""Run programs in the sandbox: `run` one and collect its output, `judge` a solution by tests, `python` as a tool."""
+"""Run programs in the sandbox: `run` one and collect its output, `python` as a tool that models call."""
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -11,15 +10,12 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, get_args
+from typing import IO, Any, Literal, get_args
 
 from atomrl.common.errors import did_you_mean
-from atomrl.sandbox import inside
-from atomrl.sandbox.box import Box, Limits, Sandbox, become_subreaper, readable, sealed, start
+from atomrl.sandbox.box import Box, Limits, Sandbox, become_subreaper, sealed, start
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +28,7 @@ AT_ONCE = max(4, os.cpu_count() or 1)
 _slots = threading.BoundedSemaphore(AT_ONCE)
 WORKING: set[str] = set()
 """Sandboxes that `check` has found to work in this process."""
+MOST_CHARACTERS = 2000
 
 
 class SandboxError(RuntimeError):
@@ -126,12 +123,12 @@ def collect(box: Box, limits: Limits) -> Result:
     if ended == "exit" and code is None:
         raise SandboxError(f"bubblewrap could not run a program: {stderr.strip()[-500:]}")
     seconds = time.monotonic() - began
-    if _exceeded_cpu(code, seconds, limits):
+    if exceeded_cpu(code, seconds, limits):
         ended = "timeout"
     return Result(stdout=stdout, stderr=stderr, code=code, ended=ended, seconds=seconds)
 
 
-def _exceeded_cpu(code: int | None, seconds: float, limits: Limits) -> bool:
+def exceeded_cpu(code: int | None, seconds: float, limits: Limits) -> bool:
     """Return True if an exit code is that of the limit of CPU time: SIGXCPU, or SIGKILL a second later. An earlier
     SIGKILL has another cause, such as a lack of memory, or the program itself."""
     return code == _CPU_TIME_OVER or (code == _KILLED and seconds >= limits.cpu_s)
@@ -172,152 +169,6 @@ def _failure(sandbox: Sandbox) -> str | None:
     if result.stdout.strip() == "42":
         return None
     return f"a program that prints 42 printed {result.stdout!r}; stderr: {result.stderr.strip()[-500:]}"
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Tests that call a solution's functions. Tests and solution run in separate boxes (see `inside`).
-
-_MAX_VERDICTS_BYTES = 1 << 20
-
-
-class Verdict(NamedTuple):
-    """The result of a test."""
-
-    kind: Literal["passed", "failed", "timeout", "unserved"]
-    """`unserved`: the test passes the solution an argument that cannot be sent to another process (a function, an
-    object of a class), so it says nothing about the solution."""
-    message: str = ""
-
-
-def judge(
-    solution: str,
-    tests: Sequence[str],
-    *,
-    entries: Sequence[str] = (),
-    limits: Limits | None = None,
-    total_s: float = 60.0,
-    sandbox: Sandbox = "bubblewrap",
-) -> list[Verdict]:
-    """Run tests against a solution. A test passes if it ends without an exception.
-
-    Undefined names in a test are looked up in the solution and called in its process. Python's built-ins and modules
-    are always Python's own, even if the solution redefines them, except those in `entries`. Results and exceptions
-    reach the test as plain values: None, numbers, strings, bytes, and lists, tuples, sets, dicts and ranges of them;
-    instances of subclasses become instances of these types. Other objects are proxies that support calls, attributes
-    and iteration only: `Solution().solve(3)` works, an object with a custom `__eq__` fails.
-
-    After a test that kills the solution, the next tests get a fresh solution.
-
-    Args:
-        solution: source of the solution.
-        tests: source of each test.
-        entries: names to take from the solution even if Python has them (`sum`).
-        limits: resource limits of the solution. `wall_s` applies to each test, the others to the solution's process.
-        total_s: time limit for all tests together.
-        sandbox: as for `run`.
-
-    Returns:
-        One verdict per test, in order. Fewer than tests if `total_s` was exceeded.
-
-    Raises:
-        SandboxError: as `run`.
-    """
-    check(sandbox)
-    become_subreaper()
-    limits, end = limits or Limits(), time.monotonic() + total_s
-    verdicts: list[Verdict] = []
-    while len(verdicts) < len(tests) and time.monotonic() < end:
-        began = time.monotonic()
-        with ExitStack() as stack:
-            solver, tester = _start_boxes(solution, tests[len(verdicts) :], entries, limits, sandbox, stack)
-            results = _read_verdicts(tester, len(tests) - len(verdicts), limits, end)
-            if not results and end - began < limits.wall_s / 2 and time.monotonic() >= end:
-                break  # `total_s` is exceeded, and this test had too little time to be called slow
-            if not results:
-                _require_ran(tester, solver)
-                results = [_without_verdict(tester, time.monotonic() - began, limits)]
-            verdicts += results
-    return verdicts
-
-
-def _start_boxes(
-    solution: str, tests: Sequence[str], entries: Sequence[str], limits: Limits, sandbox: Sandbox, stack: ExitStack
-) -> tuple[Box, Box]:
-    """Start the solution's and the tests' boxes, connected by a pipe in each direction."""
-    harness = Path(inside.__file__).read_text(encoding="utf-8")
-    plan = json.dumps({"tests": [*tests], "entries": [*entries]})
-    request_reader, request_writer = os.pipe()
-    reply_reader, reply_writer = os.pipe()
-    try:
-        files = {"main.py": harness, "solution.py": solution}
-        solver = start(files, limits, sandbox, request_reader, reply_writer, subprocess.DEVNULL)
-        stack.callback(solver.end)
-        files = {"main.py": harness, "tests.json": plan}
-        tester = start(files, limits, sandbox, reply_reader, request_writer, subprocess.PIPE)
-        stack.callback(tester.end)
-    finally:
-        for descriptor in (request_reader, request_writer, reply_reader, reply_writer):
-            os.close(descriptor)
-    return solver, tester
-
-
-def _read_verdicts(tester: Box, most: int, limits: Limits, end: float) -> list[Verdict]:
-    """Read up to `most` verdicts; stop at the first test that exceeds its time limit."""
-    stream, text, verdicts = tester.process.stderr, b"", list[Verdict]()
-    assert stream is not None
-    while len(verdicts) < most and len(text) < _MAX_VERDICTS_BYTES:
-        deadline = min(end, time.monotonic() + limits.wall_s)
-        while b"\n" not in text and (left := deadline - time.monotonic()) > 0:
-            if not readable(stream, left):
-                continue
-            data = os.read(stream.fileno(), 1 << 16)
-            if not data:
-                return verdicts
-            text += data
-        line, newline, text = text.partition(b"\n")
-        if not newline:
-            return verdicts
-        verdicts.append(Verdict(*json.loads(line)))
-    return verdicts
-
-
-def _require_ran(*boxes: Box) -> None:
-    """Check that boxes that have ended did run their program.
-
-    Raises:
-        SandboxError: one did not.
-    """
-    for box in boxes:
-        with suppress(subprocess.TimeoutExpired):
-            box.process.wait(1.0)
-            if box.exit_code() is None:
-                raise SandboxError("bubblewrap could not run a program together with its tests")
-
-
-def _without_verdict(tester: Box, seconds: float, limits: Limits) -> Verdict:
-    """Return the verdict on a test that gave none: its process ended, or a limit of time was reached."""
-    code = tester.exit_code() if tester.process.poll() is not None else None
-    if code is None or _exceeded_cpu(code, seconds, limits):
-        return Verdict("timeout", f"it did not end within {limits.wall_s:g} s")
-    return Verdict("failed", f"the process of the test {ending(code)}")
-
-
-def ending(code: int) -> str:
-    """Describe the end of a program by its exit code.
-
-    Example:
-        >>> ending(3), ending(137)
-        ('exited with code 3', 'was killed by SIGKILL')
-    """
-    with suppress(ValueError):
-        return f"was killed by {signal.Signals(code - 128).name}"
-    return f"exited with code {code}"
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The tool `python`, which models call.
-
-MOST_CHARACTERS = 2000
 
 
 def python(code: str, sandbox: Sandbox = "bubblewrap", timeout_s: float = 5.0, memory_mb: int = 512) -> str:
@@ -372,3 +223,15 @@ def format_result(result: Result, limits: Limits, most: int) -> str:
     text = "\n".join(part for part in (result.stdout.strip("\n"), error) if part)
     half = most // 2
     return text if len(text) <= most else f"{text[:half]}\n...\n{text[-half:]}"
+
+
+def ending(code: int) -> str:
+    """Describe the end of a program by its exit code.
+
+    Example:
+        >>> ending(3), ending(137)
+        ('exited with code 3', 'was killed by SIGKILL')
+    """
+    with suppress(ValueError):
+        return f"was killed by {signal.Signals(code - 128).name}"
+    return f"exited with code {code}"

@@ -9,7 +9,7 @@
         trainer.json                  `Counts`
         optimizer.safetensors         Adam's moments; critic_optimizer.safetensors
         random.safetensors            random states
-      training_state/                 of several ranks (backends/checkpoints.py, backends/megatron.py):
+      training_state/                 of several ranks (backends/shards.py, backends/megatron):
         trainer.json                  `Counts`, with the number of ranks and the steps of each weight
         shards/                       weights and moments, a file per rank
         random_0.safetensors, ...     random states, a file per rank

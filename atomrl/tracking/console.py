@@ -17,7 +17,7 @@ from rich.text import Text
 from atomrl.common.secrets import redacted
 from atomrl.common.terminal import printable, printable_output
 from atomrl.tracking.reading.metrics import accuracies, held_out_rewards
-from atomrl.tracking.reading.rollouts import IMAGES
+from atomrl.tracking.reading.token_records import IMAGES
 
 TERMINAL_METRICS = {
     "loss": ("sft/nll_per_token", "{:.3f}"),

@@ -21,186 +21,39 @@ import json
 import logging
 import math
 import os
-import platform
 import re
-import shlex
 import shutil
-import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 from atomrl.common.errors import nearest
-from atomrl.common.files import flush_to_disk, write_bytes, write_jsonl, write_text
-from atomrl.common.functions import searched
-from atomrl.common.secrets import SECRET_WORDS, mask_secrets, register_secrets, secret_variables, without_secrets
+from atomrl.common.files import flush_to_disk, write_bytes, write_jsonl
+from atomrl.common.secrets import mask_secrets, register_secrets, without_secrets
 from atomrl.config import CheckpointConfig, ConfigError, RunConfig, dump_config, read_yaml
 from atomrl.tracking import checkpoints
-from atomrl.tracking.checkpoints import config_changes, disk_full_named, step_folder, step_folders, stopping_changes
-from atomrl.tracking.doctor.rules import EVALUATED, Finding, is_evaluation
-from atomrl.tracking.reading.lines import (
-    LOCK,
-    Locked,
-    acquire_lock,
-    read_mapping,
-    read_metrics,
-    release_lock,
-    same_folder,
-)
-from atomrl.tracking.reading.rollouts import TOKENS
-from atomrl.tracking.reading.run import FAILURE, FUNCTIONS, LOG
+from atomrl.tracking.checkpoints import disk_full_named, step_folder, step_folders
+from atomrl.tracking.doctor.findings import EVALUATED, Finding, is_evaluation
+from atomrl.tracking.durable import write_durably, write_json_durably
+from atomrl.tracking.environment import describe_environment, describe_failure, refuse_secrets
+from atomrl.tracking.reading.lines import read_mapping, read_metrics
+from atomrl.tracking.reading.lock import LOCK, Locked, acquire_lock, release_lock, same_folder
+from atomrl.tracking.reading.run import FUNCTIONS
+from atomrl.tracking.reading.state import FAILURE, LOG
+from atomrl.tracking.reading.token_records import TOKENS
+from atomrl.tracking.resuming import config_changes, stopping_changes
+from atomrl.tracking.run_log import RunLog
 from atomrl.types import Episode, Trajectory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-# --------------------------------------------------------------------------------------------------------------------
-# The environment of a run: versions, hardware, commit, command; and secrets, which are never recorded.
-
-PACKAGES = ("atomrl", "torch", "transformers", "tokenizers", "safetensors", "peft", "numpy", "reasoning-gym", "vllm")
-_SECRET = re.compile(
-    rf"(?i)([\w.-]*(?:{SECRET_WORDS})['\"]?(?:\s*[=:]\s*|\s+))([^\s,}}]+)"  # a value after a name like api_key
-    r"|(?<=://)[^/@\s]+(?=@)"  # credentials in a URL
-    r"|\b(?:hf_|sk-|gh[pousr]_|glpat-|xox[abpr]-)[\w-]{16,}|\bAKIA[0-9A-Z]{16}\b"  # a token with a known prefix
-)
-
-
-def describe_environment() -> dict[str, Any]:
-    """Return versions, hardware, git commit (of the working directory, if any) and command, as JSON-ready values."""
-    import torch  # slow, and the command line imports this module for other commands too
-
-    return {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": redact_command(sys.argv),
-        "folder": os.getcwd(),
-        "functions_in": searched(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": {name: version for name in PACKAGES if (version := installed_version(name))},
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "cpu": _cpu_name(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        "git": _git(),
-    }
-
-
-def describe_failure(error: BaseException) -> dict[str, str]:
-    """Return an error's message, location, time and traceback, with secrets redacted."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "error": without_secret_values("".join(traceback.format_exception_only(error)).strip()),
-        "where": f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "",
-        "traceback": without_secret_values("".join(traceback.format_exception(error))),
-    }
-
-
-def installed_version(package: str) -> str | None:
-    """Return the installed version of a package, or None."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def redact_command(arguments: Sequence[str]) -> str:
-    """Join a command line, with values redacted that look like secrets.
-
-    Example:
-        >>> redact_command(["atomrl", "train", "c.yaml", "x.api_key=abc", "https://me:pw@host/x"])
-        'atomrl train c.yaml x.api_key=[redacted] https://[redacted]@host/x'
-        >>> redact_command(["atomrl", "train", "rollout.stop_token_ids=[2]", "--hub", "hf_abcdefghijklmnopqrst"])
-        "atomrl train 'rollout.stop_token_ids=[2]' --hub [redacted]"
-    """
-    return without_secret_values(shlex.join(arguments))
-
-
-def without_secret_values(text: str) -> str:
-    """Redact values in a text that look like secrets."""
-    return _SECRET.sub(lambda match: (match.group(1) or "") + "[redacted]", without_secrets(text))
-
-
-def refuse_secrets(config_text: str) -> None:
-    """Check that a config contains no secret of the environment: it is written to the run's folder and sent to
-    trackers.
-
-    Raises:
-        ConfigError: it does, for example because a shell expanded `$API_KEY` in an override.
-    """
-    for name, value in secret_variables().items():
-        if value in config_text:
-            raise ConfigError(
-                f"the config contains the value of the environment variable {name}, and is written to the run's "
-                "folder. Remove it, and read the variable in the code that needs it"
-            )
-
-
-def _cpu_name() -> str:
-    path = Path("/proc/cpuinfo")
-    match = re.search(r"model name\s*:\s*(.+)", path.read_text(encoding="utf-8")) if path.is_file() else None
-    return match.group(1).strip() if match else platform.processor()
-
-
-def _git() -> dict[str, Any] | None:
-    def git(*arguments: str) -> str:
-        command = ["git", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-
-    try:
-        return {"commit": git("rev-parse", "HEAD"), "modified": bool(git("status", "--porcelain"))}
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The run's log and its folder.
-
-
-class RunLog(logging.Handler):
-    """Appends messages to a text file, with the time. As a context manager it records the package's warnings too.
-
-    Write errors, such as a full disk, are ignored.
-
-    Args:
-        is_here: returns False once the run's folder is another one; nothing is written then.
-    """
-
-    def __init__(self, path: Path, is_here: Callable[[], bool] = lambda: True) -> None:
-        super().__init__(logging.WARNING)
-        self.path, self.is_here = path, is_here
-
-    def note(self, text: str) -> None:
-        """Append a text, with secrets redacted."""
-        text = without_secrets(text).rstrip()
-        if not self.is_here():
-            return
-        with suppress(OSError), self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Append a warning. Without other handlers it is printed too, as `logging` does without any handler."""
-        self.note(f"{record.levelname.lower()}: {record.getMessage()}")
-        handlers = logging.getLogger("atomrl").handlers
-        if logging.lastResort and not logging.getLogger().handlers and all(isinstance(h, RunLog) for h in handlers):
-            logging.lastResort.handle(record)
-
-    def __enter__(self) -> Self:
-        logging.getLogger("atomrl").addHandler(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        logging.getLogger("atomrl").removeHandler(self)
+log = logging.getLogger(__name__)
 
 
 FINDINGS = "findings.jsonl"
@@ -227,7 +80,6 @@ STARTED = {
 """Files that are written before the first step. A folder with nothing else is reused."""
 LAST_BITS = ("threads", "cpu", "gpus", "packages")
 """Parts of the environment that may change the order of floating-point sums."""
-log = logging.getLogger(__name__)
 
 
 class RunDirectory:
@@ -517,7 +369,7 @@ class RunDirectory:
         self.check_here()
         write_json_durably(self.path / "summary.json", dict(summary))
         self.log_file.note(f"summary: {json.dumps(dict(summary), default=str)}")
-        from atomrl.tracking.reading.comparison import draw_curves
+        from atomrl.tracking.reading.plots import draw_curves
 
         try:
             draw_curves(self.path)
@@ -592,18 +444,3 @@ def _episode_row(episode: Episode) -> dict[str, Any]:
 def _or_null(value: float) -> float | None:
     """Return None for NaN and infinities, which JSON lacks."""
     return value if math.isfinite(value) else None
-
-
-def write_json_durably(path: Path, value: Any) -> None:
-    """Write a value as JSON (`write_durably`)."""
-    write_durably(path, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Write a file of the run, and wait until it is on the disk.
-
-    Raises:
-        OSError: the disk is full; the message names the folder and what to do.
-    """
-    with disk_full_named(path.parent, f"{path.name} was not written"):
-        write_text(path, text, flush=True)

@@ -15,7 +15,6 @@ from atomrl.protocols import RewardFunction
 from atomrl.trainer.auto import chosen_here
 from atomrl.trainer.base import Options as Options
 from atomrl.trainer.base import PreparedRun
-from atomrl.trainer.base import run_to_end as run_to_end
 from atomrl.trainer.build import given_to_rank
 from atomrl.trainer.checks.config import (
     check_adapters,
@@ -29,6 +28,7 @@ from atomrl.trainer.checks.config import (
 )
 from atomrl.trainer.offline import PreferenceRun, RewardModelRun, SupervisedRun
 from atomrl.trainer.pretrain import PretrainRun
+from atomrl.trainer.restart import run_to_end as run_to_end
 from atomrl.trainer.rl import RLRun
 
 KINDS: dict[str, tuple[Callable[[RunConfig], PreparedRun], str]] = {

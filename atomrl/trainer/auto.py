@@ -18,18 +18,27 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from atomrl.cluster.ray_cluster import Wanted
+from atomrl.cluster.placement import Wanted
 from atomrl.common.memory import readable
 from atomrl.config import ConfigError, RunConfig, read_yaml
 from atomrl.engines.vllm import VLLMEngine
-from atomrl.models.gpt import unsupported
+from atomrl.models.decoder_spec import unsupported
 from atomrl.models.loading import compute_dtype, model_config_only
 from atomrl.models.memory import IN_CPU_MEMORY, MOST_TOKENS, SHARDED
 from atomrl.models.shapes import text_config
 from atomrl.models.vision import why_no_images
 from atomrl.protocols import Algorithm
-from atomrl.tracking.run_directory import installed_version, is_begun
-from atomrl.trainer.build import ENGINES, algorithm_of, chosen_class, device_name, train_sampling, with_settings
+from atomrl.tracking.environment import installed_version
+from atomrl.tracking.run_directory import is_begun
+from atomrl.trainer.build import (
+    ENGINES,
+    algorithm_of,
+    chosen_class,
+    device_name,
+    train_sampling,
+    why_no_pictures,
+    with_settings,
+)
 from atomrl.trainer.memory import (
     CONTEXT_GIB,
     GIB,
@@ -110,23 +119,14 @@ def why_not_vllm(config: RunConfig, path: str) -> str | None:
             return "the model computes in float32"
     if reason := VLLMEngine.refusal(train_sampling(config)):
         return f"vLLM does not support the sampling parameters: {reason}"
-    if why_no_images(shape, path) is None and (reason := _why_text_alone(config, version)):
-        return f"the data may have pictures, which vLLM does not take here: {reason} (text alone: rollout.engine=vllm)"
+    if why_no_images(shape, path) is None and (reason := why_no_pictures(VLLMEngine, config)):
+        return f"the data may have pictures: {reason} (text alone: rollout.engine=vllm)"
     architectures = getattr(shape, "architectures", None) or []
     if not architectures or not {*architectures} <= known_architectures():
         return f"vLLM {version} does not support {', '.join(architectures) or 'the model'}"
     if unsupported(shape) is not None and config.model.lora is not None:
         return "it is unknown whether vLLM supports adapters for this model"
     return None if gpu == "elsewhere" else only_native_fits(config, shape, gpu)
-
-
-def _why_text_alone(config: RunConfig, version: str) -> str | None:
-    """Return why a run with pictures cannot use vLLM, as `check_image_engine`; None if it can."""
-    if config.cluster is not None:
-        return "they are taken in the trainer's process alone, without cluster"
-    if Version(version) < Version(str(VLLMEngine.images_version)):
-        return f"vLLM {version} is older than {VLLMEngine.images_version}"
-    return VLLMEngine.image_refusal(train_sampling(config))
 
 
 def only_native_fits(config: RunConfig, shape: Any, gpu: str) -> str | None:

@@ -8,15 +8,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from atomrl.backends.group import RankFailed, RankLost, RankOutOfMemory
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.common.files import model_identity
-from atomrl.common.hangs import HangWatch, phase
+from atomrl.common.hangs import phase
 from atomrl.common.launchers import launched, unmet_request
 from atomrl.common.memory import readable
 from atomrl.common.threads import adaptive_threads
@@ -25,62 +24,22 @@ from atomrl.data.curriculum import PromptStream
 from atomrl.data.hub import pinned
 from atomrl.data.image_reader import ImageReader
 from atomrl.data.images import ImageStore
-from atomrl.data.problems import DataProcessor
+from atomrl.data.processor import DataProcessor
 from atomrl.models.loading import resolve_folder
 from atomrl.protocols import Algorithm, TrainingBackend
 from atomrl.tracking.checkpoint_format import PROGRESS, check_sharded, record_from
-from atomrl.tracking.checkpoints import tokenizer_identity
 from atomrl.tracking.reading.lines import read_metrics
 from atomrl.tracking.recorder import Recorder
+from atomrl.tracking.resuming import tokenizer_identity
 from atomrl.tracking.run_directory import RunDirectory
-from atomrl.trainer.build import (
-    ENGINES,
-    build_trainer,
-    device_name,
-    in_actors,
-    rank_total,
-    starting_model,
-    with_settings,
-)
+from atomrl.trainer.build import build_trainer, device_name, in_actors, rank_total, starting_model, with_settings
 from atomrl.trainer.checks.config import check_ranks
-from atomrl.trainer.cluster import describe_cluster, open_cluster
+from atomrl.trainer.cluster import open_cluster
+from atomrl.trainer.cluster_report import describe_cluster
 from atomrl.trainer.loop import Callback, Progress, Training, fit
 from atomrl.trainer.memory import memory_estimate, rank_choices
 from atomrl.trainer.report.metrics import why_no_update
 from atomrl.types import Problem
-
-# --------------------------------------------------------------------------------------------------------------------
-# Watchdog of a run's own process.
-
-
-def hang_watch(config: RunConfig) -> HangWatch:
-    """Return a watchdog that ends the process after `train.timeout_s` without progress.
-
-    If a part of the run has a longer time-out of its own, the longest one counts: that part then raises an error which
-    names what it waited for.
-    """
-    engine = f"the engine ({config.rollout.engine})"
-    names = {
-        "gen": engine,
-        "wait": f"{engine} or a reward",
-        "reward": "a reward",
-        "sync_weights": f"weight sync to {engine}",
-        "pool": "the rollout pool",
-        "eval": f"evaluation, by {engine} or a reward," if config.kind == "rl" else "evaluation",
-    }
-    limits = {"train.timeout_s": config.train.timeout_s}
-    for section in ("cluster", "backend", "asynchronous", "environment"):
-        if (settings := getattr(config, section)) is not None:
-            limits[f"{section}.timeout_s"] = settings.timeout_s
-    if config.rollout.source == "pool":
-        limits["pool.timeout_s"] = config.pool.timeout_s
-    if (kind := ENGINES.get(config.rollout.engine)) is not None and kind.server:
-        limits["rollout.server_timeout_s"] = config.rollout.server_timeout_s
-    for use in [*config.reward.functions, *config.reward.by_data_source.values()]:
-        limits[f"timeout_s of the reward {use.function}"] = use.timeout_s
-    longest = max(limits, key=lambda name: limits[name])
-    return HangWatch(limits[longest], names, longest)
-
 
 log = logging.getLogger(__name__)
 
@@ -338,54 +297,3 @@ def identity(stream: PromptStream, processor: DataProcessor, model: str | Path) 
         "tokenizer (model.tokenizer, or beside model.path)": tokenizer_identity(processor.tokenizer),
         "model (model.path)": model_identity(resolve_folder(model)),
     }
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Restart after a lost rank: new ranks continue from the newest checkpoint.
-
-
-def run_to_end(
-    run: PreparedRun,
-    prepare: Callable[[], PreparedRun],
-    options: Options = Options(),
-) -> dict[str, Any]:
-    """Execute a run; restart it from the newest checkpoint if a rank dies, hangs or runs out of memory.
-
-    The steps since that checkpoint are repeated bit for bit. After a lack of memory, ranks use smaller micro-batches or
-    gradient checkpointing, with the same gradient.
-
-    Args:
-        run: a run that was not executed yet.
-        prepare: creates the run again.
-        options: of `PreparedRun.execute`.
-
-    Returns:
-        The run's summary.
-
-    Raises:
-        RankFailed: after `backend.restarts` restarts, or if a launcher started the ranks. Other errors are those of
-            `PreparedRun.execute`.
-    """
-    done, settings = 0, dict[str, dict[str, object]]()
-    while True:
-        try:
-            return run.execute(options)
-        except (RankLost, RankOutOfMemory) as error:
-            backend = run.config.backend
-            if backend is None or launched() is not None or done >= backend.restarts:
-                raise
-            reason: RankFailed = error
-            if isinstance(error, RankOutOfMemory):
-                if error.tokens is None:
-                    settings["model"] = {"gradient_checkpointing": True}
-                else:
-                    settings["train"] = {"tokens_per_micro_batch": error.tokens}
-        done, options = done + 1, replace(options, resume=True, settings=settings)
-        flat = {f"{section}.{key}": value for section, keys in settings.items() for key, value in keys.items()}
-        named = [f"{key}={json.dumps(value)}" for key, value in flat.items()]
-        log.warning(
-            "%s: new ranks continue from the newest checkpoint%s (%d of backend.restarts=%d)",
-            reason, f", with {' '.join(named)}" if named else "", done, backend.restarts,
-        )  # fmt: skip
-        del reason  # releases the tensors that its traceback holds
-        run = prepare()

@@ -20,8 +20,11 @@ import torch
 from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.algorithms.sft import PRETRAINING, SFT
 from atomrl.backends.group import Ranks
+from atomrl.backends.launcher import CONTENTS
 from atomrl.backends.local import LocalBackend
-from atomrl.backends.ranks import CONTENTS, RankedKind, rank_count, start_actors, start_rank_actors, start_ranks
+from atomrl.backends.rank_actors import start_actors, start_rank_actors
+from atomrl.backends.rank_group import start_ranks
+from atomrl.backends.ranks import RankedKind, rank_count
 from atomrl.backends.roles import RoleName
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.common.chat_template import set_template
@@ -31,10 +34,10 @@ from atomrl.common.launchers import launched
 from atomrl.config import BackendConfig, ConfigError, ModelConfig, RolloutConfig, RunConfig
 from atomrl.data.image_reader import ImageReader
 from atomrl.data.images import ImageStore
-from atomrl.data.problems import DataProcessor
+from atomrl.data.processor import DataProcessor
 from atomrl.engines.episodes import EpisodeEngine
 from atomrl.engines.hf import HFEngine
-from atomrl.engines.native import NativeEngine
+from atomrl.engines.native.engine import NativeEngine
 from atomrl.engines.replicas import ReplicatedEngine
 from atomrl.engines.requests import EngineOptions, RequestEngine
 from atomrl.engines.sglang import SGLangEngine
@@ -56,7 +59,7 @@ from atomrl.objectives import PolicyObjective, PreferenceObjective
 from atomrl.objectives.token_weights import TokenTIS
 from atomrl.protocols import Algorithm, FrozenBase, RolloutEngine, RoundedWeights, TrainingBackend
 from atomrl.tracking.reading.lines import flat_tree
-from atomrl.tracking.reading.rollouts import IMAGES
+from atomrl.tracking.reading.token_records import IMAGES
 from atomrl.tracking.run_directory import FRESH_MODEL, RunDirectory, is_begun
 from atomrl.types import SAMPLING_KEYS, SamplingParams
 
@@ -68,7 +71,7 @@ ENGINES: dict[str, type[RequestEngine]] = {
     "vllm-server": VLLMServerEngine,
     "sglang": SGLangEngine,
 }
-RANKED = {"fsdp": "atomrl.backends.fsdp.FSDPBackend", "megatron": "atomrl.backends.megatron.MegatronBackend"}
+RANKED = {"fsdp": "atomrl.backends.fsdp.FSDPBackend", "megatron": "atomrl.backends.megatron.backend.MegatronBackend"}
 """`backend.type` -> class of a rank's back end. Imported only by a run that needs it: an import takes 0.5 s or more."""
 
 
@@ -172,6 +175,26 @@ def chosen_class(rollout: RolloutConfig) -> type[RequestEngine]:
     if name not in ENGINES:
         raise ConfigError(f"rollout.engine: unknown engine {name!r}; valid: auto, {', '.join(ENGINES)}")
     return ENGINES[name]
+
+
+def why_no_pictures(engine: type[RequestEngine], config: RunConfig) -> str | None:
+    """Return why an engine cannot take the pictures of a run, beginning with the config key; None if it can."""
+    key = f"rollout.engine={config.rollout.engine}"
+    if not engine.supports_images:
+        others = " or ".join(name for name, kind in ENGINES.items() if kind.supports_images)
+        return f"{key}: {engine.__name__} does not take pictures, and the run has some: use rollout.engine={others}"
+    if engine.package and config.cluster is not None:
+        return (
+            f"cluster: {engine.__name__} takes pictures in the trainer's process alone; use rollout.engine=hf, or "
+            "remove cluster"
+        )
+    if not config.rollout.server:
+        try:
+            engine.check_version(engine.images_version)
+        except ImportError as error:
+            return f"{key}, with pictures: {error}"
+    reason = engine.image_refusal(train_sampling(config))
+    return f"rollout.{reason}" if reason else None
 
 
 def engine_class(rollout: RolloutConfig, path: str, model: ModelConfig) -> tuple[type[RequestEngine], str | None]:

@@ -141,7 +141,7 @@ def fit(
                 break
             with training.updating():
                 batch = compute_advantages(trainer, algorithm, rows, progress.algorithm_state, config, watch)
-                updates = update_weights(trainer, algorithm, batch, config, step, watch, tokens)
+                updates = update_policy(trainer, algorithm, batch, config, step, watch, tokens)
             training.sync_weights(step, watch)
             metrics = training.report(step, batch, updates, tokens, watch)
             if is_due(step, config.eval.every_steps) and step < steps:
@@ -214,7 +214,7 @@ def compute_advantages(
     return batch
 
 
-def update_weights(
+def update_policy(
     trainer: TrainingBackend,
     algorithm: Algorithm,
     batch: AdvantageBatch,

@@ -13,8 +13,8 @@ from atomrl.atoms.auxiliary_losses import DIVERGENCE_ELEMENTS
 from atomrl.atoms.logprobs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_GPU
 from atomrl.common.memory import process_memory
 from atomrl.config import ConfigError, Quantization, RunConfig
-from atomrl.engines.decoder import lora_columns
-from atomrl.models.gpt import unsupported
+from atomrl.engines.native.linear import lora_columns
+from atomrl.models.decoder_spec import unsupported
 from atomrl.models.loading import compute_dtype, model_config_only
 from atomrl.models.memory import (
     FLOAT32,

@@ -18,10 +18,12 @@ from atomrl.config import ConfigError, PreferenceConfig, RunConfig, SftConfig
 from atomrl.data.curriculum import PromptStream
 from atomrl.data.files import DataError
 from atomrl.data.given import demonstration_reader, preference_reader
-from atomrl.data.problems import COMPLETIONS, DataProcessor, LoadReport, load_problems, read_system_prompt
+from atomrl.data.messages import COMPLETIONS
+from atomrl.data.problems import LoadReport, load_problems
+from atomrl.data.processor import DataProcessor, read_system_prompt
 from atomrl.data.tasks import task_words
 from atomrl.data.tokenized import TokenizedSamples
-from atomrl.engines.requests import eos_token_ids
+from atomrl.engines.stop_rule import eos_token_ids
 from atomrl.models.loading import base_path, model_config_only, resolve_folder
 from atomrl.models.reward_model import Reader
 from atomrl.models.tokenizer import make_tokenizer
@@ -40,7 +42,7 @@ from atomrl.trainer.build import (
     with_steps,
 )
 from atomrl.trainer.checks.data import check_held_out, check_images
-from atomrl.trainer.evaluate import evaluate_preferences
+from atomrl.trainer.evaluate_preferences import evaluate_preferences
 from atomrl.trainer.loop import Evaluation, Training
 from atomrl.trainer.report.metrics import update_metrics
 from atomrl.trainer.report.stopwatch import Stopwatch

@@ -10,17 +10,13 @@ from pathlib import Path
 from statistics import fmean
 
 from atomrl.data.curriculum import Curriculum
-from atomrl.pool.codec import PoolEmpty
+from atomrl.pool.errors import PoolEmpty
 from atomrl.pool.store import Held, RolloutPool
 from atomrl.protocols import Algorithm
 from atomrl.tracking.checkpoints import step_folders
 from atomrl.trainer.report.stopwatch import Stopwatch
 from atomrl.trainer.sources import Groups, RefillingSource
 from atomrl.types import Segment, Trajectory
-
-# --------------------------------------------------------------------------------------------------------------------
-# The source of groups.
-
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.01, 0.5
 """Seconds between two queries of a pool that has no groups for this step; doubled each time."""

@@ -17,9 +17,9 @@ from atomrl.data.packing import Example
 from atomrl.data.token_folder import TOKENIZER, TokenFolder
 from atomrl.data.token_folder import Split as TextSplit
 from atomrl.data.tokenized import rows_from_tokens
-from atomrl.engines.requests import generate
+from atomrl.engines.generation import generate
 from atomrl.models.loading import load_tokenizer, resolve_folder
-from atomrl.tracking.checkpoints import tokenizer_identity
+from atomrl.tracking.resuming import tokenizer_identity
 from atomrl.trainer.base import OpenRun, PreparedRun
 from atomrl.trainer.build import build_engine, context_tokens, model_path
 from atomrl.trainer.loop import Evaluation, Training, is_due

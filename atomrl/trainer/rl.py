@@ -24,7 +24,8 @@ from atomrl.config import RunConfig, load_config
 from atomrl.data.checks import repetitions
 from atomrl.data.curriculum import CurriculumState, build_curriculum, check_classes, check_curriculum
 from atomrl.data.images import ImageStore
-from atomrl.data.problems import DataProcessor, load_problems
+from atomrl.data.problems import load_problems
+from atomrl.data.processor import DataProcessor
 from atomrl.data.prompt_lengths import read_lengths, write_lengths
 from atomrl.data.rows import to_rows
 from atomrl.models.loading import compute_dtype, model_config_only, resolve_folder
@@ -36,9 +37,10 @@ from atomrl.protocols import Algorithm, RewardFunction, RolloutEngine, TrainingB
 from atomrl.rewards.actor import move_models
 from atomrl.rewards.compute import Rewards, build_rewards
 from atomrl.rewards.errors import RewardError
-from atomrl.tracking.checkpoints import tokenizer_identity
 from atomrl.tracking.recorder import Recorder
+from atomrl.tracking.resuming import tokenizer_identity
 from atomrl.trainer import build
+from atomrl.trainer.async_source import AsyncRolloutSource
 from atomrl.trainer.auto import with_engine, with_share
 from atomrl.trainer.base import OpenRun, PreparedRun, identity
 from atomrl.trainer.checks.config import check_companions
@@ -61,7 +63,7 @@ from atomrl.trainer.pool_source import PoolSource
 from atomrl.trainer.report.metrics import rollout_metrics, update_metrics
 from atomrl.trainer.report.stopwatch import Stopwatch
 from atomrl.trainer.report.tokens import TokenRecord, mark_recorded
-from atomrl.trainer.sources import AsyncRolloutSource, EngineSource, Groups, GroupSource
+from atomrl.trainer.sources import EngineSource, Groups, GroupSource
 from atomrl.types import DISTRIBUTION_KEYS, Problem, Trajectory
 from atomrl.weight_sync import InProcessTransfer
 

@@ -22,10 +22,10 @@ from atomrl.atoms.policy_losses import clipped_policy_loss, clipped_tokens, sequ
 from atomrl.batches import flat_fields
 from atomrl.common.chat_template import stop_tokens
 from atomrl.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
-from atomrl.data.problems import DataProcessor
+from atomrl.data.processor import DataProcessor
 from atomrl.data.rows import to_rows
+from atomrl.engines.generation import generate
 from atomrl.engines.hf import HFEngine
-from atomrl.engines.requests import generate
 from atomrl.models.gpt import GPT
 from atomrl.models.loading import load_policy
 from atomrl.models.transformers_model import HFModel

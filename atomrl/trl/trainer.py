@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from atomrl.backends.ranks import follow_launcher
+from atomrl.backends.launcher import follow_launcher
 from atomrl.common.files import write_jsonl
 from atomrl.common.launchers import launched
 from atomrl.config import ConfigError, FSDPConfig, RunConfig, load_config, merge_trees

@@ -1,7 +1,4 @@
-"""Transfer weights from the trainer to an engine: validate names and shapes first, compare hashes afterwards.
-
-`InProcessTransfer` does both. The second half of the file is the hash, `tensor_hash`.
-"""
+"""Transfer weights from the trainer to an engine: validate names and shapes first, compare hashes afterwards."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from atomrl.models.gpt import fitting_weights
+from atomrl.models.decoder_spec import fitting_weights
 from atomrl.protocols import RolloutEngine, TrainingBackend, WeightHash, WeightUpdate
 from atomrl.weight_sync.hashes import device_hash, fetch_hashes
 

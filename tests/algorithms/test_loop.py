@@ -70,7 +70,7 @@ def test_every_algorithm_has_a_config_of_its_name():
 @pytest.mark.parametrize("name", dict.fromkeys([*ALGORITHMS, "online_dpo", *EXTRA_AXES]))
 def test_every_config_trains_a_step(model, tmp_path, name, monkeypatch):
     monkeypatch.setattr(
-        "atomrl.tracking.reading.comparison.draw_curves", lambda *args: None
+        "atomrl.tracking.reading.plots.draw_curves", lambda *args: None
     )  # most of the time, and not asked for
     tree = read_yaml(CONFIGS / f"{'grpo' if name in EXTRA_AXES and name not in ALGORITHMS else name}.yaml")
     config = small(model, tmp_path, tree, **EXTRA_AXES.get(name, {}))

@@ -18,8 +18,8 @@ from atomrl.batches import flat_fields
 from atomrl.common.metrics import values
 from atomrl.config import CriticConfig, FSDPConfig, LoraConfig, ModelConfig, TrainConfig
 from atomrl.data.rows import to_training_batches
-from atomrl.models import kernels as cpp
-from atomrl.weight_sync.channels import LOOPBACK, open_store
+from atomrl.models import kernel_library as cpp
+from atomrl.weight_sync.broadcast import LOOPBACK, open_store
 from tests.algorithms.batches import changed, flat_rows, make_rows, with_turns
 from tests.algorithms.test_preferences import step_rows
 from tests.backends.batches import weights_of

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from atomrl.backends.fsdp import FSDPBackend
-from atomrl.backends.ranks import start_ranks
+from atomrl.backends.rank_group import start_ranks
 from atomrl.config import ConfigError, FSDPConfig, ModelConfig, TrainConfig
 from tests.backends.batches import follow_outputs, make_algorithm, make_batch
 
@@ -68,7 +68,7 @@ def build(fault, at, config, settings, ranks, device):
         made = FSDPBackend(config, **settings)
         follow_outputs(made, lambda micro, outputs: fault(ranks.rank, outputs))
         return made
-    from atomrl.backends.megatron import MegatronBackend
+    from atomrl.backends.megatron.backend import MegatronBackend
 
     made = MegatronBackend(config, **settings)
     made.policy.model.register_forward_hook(lambda stage, given, output: fault(ranks.rank, output))

@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 
 from atomrl.backends.group import Ranks
-from atomrl.weight_sync.channels import LOOPBACK, open_store
+from atomrl.weight_sync.broadcast import LOOPBACK, open_store
 
 
 @contextmanager

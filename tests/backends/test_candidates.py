@@ -12,9 +12,10 @@ from atomrl.batches import RolloutFields, select_rows
 from atomrl.common.metrics import values
 from atomrl.config import ConfigError, ModelConfig, TrainConfig, load_config
 from atomrl.data.rows import to_rows, to_training_batches
+from atomrl.engines.generation import generate
 from atomrl.engines.hf import HFEngine
-from atomrl.engines.native import NativeEngine
-from atomrl.engines.requests import EngineOptions, generate
+from atomrl.engines.native.engine import NativeEngine
+from atomrl.engines.requests import EngineOptions
 from atomrl.models.loading import load_tokenizer
 from atomrl.trainer import Options, prepare_run
 from atomrl.trainer.checks.engine import check_engine
@@ -130,7 +131,7 @@ def config(model, folder, **rollout):
 
 
 def test_a_resumed_run_is_the_whole_one(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("atomrl.tracking.reading.comparison.draw_curves", lambda *args: None)
+    monkeypatch.setattr("atomrl.tracking.reading.plots.draw_curves", lambda *args: None)
     kept = {"logprobs_over": "kept", "top_p": 0.9, "temperature": 0.8}
     whole = prepare_run(config(folder, tmp_path / "whole", **kept)).execute()
     short = config(folder, tmp_path / "short", **kept)

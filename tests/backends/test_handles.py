@@ -6,8 +6,9 @@ from typing import get_args
 import pytest
 import torch
 
+from atomrl.backends.distributed import DistributedBackend
 from atomrl.backends.local import LocalBackend
-from atomrl.backends.ranks import BackendInActor, DistributedBackend
+from atomrl.backends.rank_actors import BackendInActor
 from atomrl.backends.roles import RoleName
 from atomrl.config import ConfigError
 from tests.backends.equality import case, locally, make_models, settings_of, train

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from atomrl.backends.local import LocalBackend
-from atomrl.backends.ranks import BackendInActor
+from atomrl.backends.rank_actors import BackendInActor
 from atomrl.common.metrics import values
 from atomrl.config import ConfigError, ModelConfig, TrainConfig
 from tests.backends.batches import follow_outputs, make_algorithm, make_batch, weights_of

@@ -11,9 +11,9 @@ pytest.importorskip("megatron.core", reason="needs megatron-core: make test-mega
 
 from atomrl.backends.fsdp import FSDPBackend
 from atomrl.backends.local import LocalBackend
-from atomrl.backends.megatron import MegatronBackend
-from atomrl.backends.megatron_layout import cut_along
-from atomrl.backends.megatron_model import LowRank
+from atomrl.backends.megatron.backend import MegatronBackend
+from atomrl.backends.megatron.layout import cut_along
+from atomrl.backends.megatron.lora import LowRank
 from atomrl.config import ConfigError, FSDPConfig, LoraConfig, MegatronConfig, ModelConfig, TrainConfig
 from atomrl.models.loading import has_bfloat16
 from tests.backends.batches import make_algorithm, make_batch

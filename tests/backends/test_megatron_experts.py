@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 pytest.importorskip("megatron.core", reason="needs megatron-core: make test-megatron")
 
 from atomrl.backends.local import LocalBackend
-from atomrl.backends.megatron import MegatronBackend
-from atomrl.backends.megatron_layout import check_shape, dense
+from atomrl.backends.megatron.backend import MegatronBackend
+from atomrl.backends.megatron.shapes import check_shape, dense
 from atomrl.config import ConfigError, MegatronConfig
 from atomrl.data.rows import to_training_batches
 from atomrl.models.loading import model_config_only

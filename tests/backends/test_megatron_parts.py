@@ -6,16 +6,8 @@ import torch.distributed as dist
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from atomrl.atoms.logprobs import row_logprobs
-from atomrl.backends.megatron_layout import (
-    SEVERAL,
-    check_shape,
-    cut,
-    cut_all,
-    cut_along,
-    join_parts,
-    layer_names,
-    padded_vocabulary,
-)
+from atomrl.backends.megatron.layout import SEVERAL, cut, cut_all, cut_along, join_parts, layer_names, padded_vocabulary
+from atomrl.backends.megatron.shapes import check_shape
 from atomrl.backends.vocabulary_parallel import parallel_row_logprobs, whole_rows
 from atomrl.config import ConfigError, MegatronConfig
 from atomrl.models.gpt import GPT

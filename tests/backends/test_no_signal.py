@@ -11,7 +11,7 @@ from atomrl.backends.local import LocalBackend
 from atomrl.backends.optimizer import Diverged
 from atomrl.config import DataConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
 from atomrl.data.rows import to_rows
-from atomrl.trainer.loop import compute_advantages, update_weights
+from atomrl.trainer.loop import compute_advantages, update_policy
 from atomrl.trainer.report.metrics import rollout_metrics, update_metrics
 from atomrl.trainer.report.stopwatch import Stopwatch
 from atomrl.types import Problem, Segment, Trajectory
@@ -90,7 +90,7 @@ SILENT = {
 def step(backend, algorithm, batch, number):
     rows = to_rows(batch, max_row_tokens=16)
     credited = compute_advantages(backend, algorithm, rows, {}, TWO_UPDATES, Stopwatch())
-    results = update_weights(backend, algorithm, credited, TWO_UPDATES, number, Stopwatch())
+    results = update_policy(backend, algorithm, credited, TWO_UPDATES, number, Stopwatch())
     return rollout_metrics(batch, credited) | update_metrics(results)
 
 

@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM, MambaConfig, MistralConfig, OPTCo
 
 from atomrl.backends.roles import load_role
 from atomrl.config import ConfigError, CriticConfig, LoraConfig, ModelConfig
-from atomrl.models.attention import states_before
 from atomrl.models.loading import load_policy
+from atomrl.models.stream import states_before
 from tests.backends.comparison import compare
 from tests.backends.equality import alone_by_pytorch, case, drawn, few, locally, make_models, masked
 

@@ -12,13 +12,13 @@ from datetime import timedelta
 import pytest
 import torch
 
-from atomrl.backends import group, ranks
+from atomrl.backends import group, launcher, rank_group
 from atomrl.backends.group import RankFailed, RankLost
 from atomrl.common.metrics import values
 from atomrl.common.workers import WorkerProcess
 from atomrl.config import ConfigError, RunConfig
 from atomrl.trainer.build import given_to_rank
-from atomrl.weight_sync.channels import LOOPBACK, open_store
+from atomrl.weight_sync.broadcast import LOOPBACK, open_store
 from benchmarks.rank_faults import Outcome, distance, prepare
 from tests.backends.batches import make_algorithm, make_batch, weights_of
 from tests.backends.misbehaving import Late, ranked
@@ -59,7 +59,7 @@ def test_a_rank_that_hangs_before_it_has_joined_is_named(folder, monkeypatch):
         return worker
 
     monkeypatch.setattr(WorkerProcess, "start", frozen)
-    monkeypatch.setattr(ranks, "START_S", 1.0)
+    monkeypatch.setattr(rank_group, "START_S", 1.0)
     with pytest.raises(RankLost, match=r"rank 1 \(pid \d+\) has not started within 1 s"):
         ranked(folder)
 
@@ -70,14 +70,14 @@ def test_a_rank_0_that_a_launcher_has_started_and_that_hangs_is_named(monkeypatc
     place = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, "RANK": 1, "WORLD_SIZE": 2}
     for name, value in place.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(ranks, "PREPARE_S", 0.1)
+    monkeypatch.setattr(launcher, "PREPARE_S", 0.1)
     with pytest.raises(RankLost, match=f"rank 0 does not answer at {LOOPBACK}:{port} "):
-        ranks.join_launched("cpu", 10.0, None)
+        launcher.join_launched("cpu", 10.0, None)
 
 
 def test_a_rank_that_a_launcher_has_started_and_that_hangs_is_named_alone(monkeypatch):
-    monkeypatch.setattr(ranks, "START_S", 1.0)
-    monkeypatch.setattr(ranks, "STOPPED_S", 0.0)
+    monkeypatch.setattr(launcher, "START_S", 1.0)
+    monkeypatch.setattr(launcher, "STOPPED_S", 0.0)
     store, port = open_store(LOOPBACK, timedelta(seconds=60))
     store.set("config/0", "{}")
     place = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, "RANK": 1, "WORLD_SIZE": 4}
@@ -85,7 +85,7 @@ def test_a_rank_that_a_launcher_has_started_and_that_hangs_is_named_alone(monkey
         monkeypatch.setenv(name, str(value))
     store.set("config/3", "{}")
     with pytest.raises(RankLost, match=r"^rank 2 has not started within 1 s$"):
-        ranks.join_launched("cpu", 10.0, None)
+        launcher.join_launched("cpu", 10.0, None)
 
 
 @pytest.fixture
@@ -119,14 +119,14 @@ def test_other_configs_of_ranks_are_named():
     without_file = {key: value for key, value in given.items() if not key.startswith("contents")}
     for rank, each in enumerate((given, without_file, given)):
         configs.set(str(rank), json.dumps(each))
-    ranks.check_same_configs(configs, 3)
+    launcher.check_same_configs(configs, 3)
     configs.set("2", json.dumps(given | {"train.learning_rate": 1e-4, "contents of a.jsonl": "34cd", "seed": 1}))
     said = (
         "train.learning_rate: 0.0001 on rank 2, 0.001 on rank 0; contents of a.jsonl: '34cd' on rank 2, '12ab' on rank "
         "0; seed: 1 on rank 2, None on rank 0"
     )
     with pytest.raises(ConfigError, match=said):
-        ranks.check_same_configs(configs, 3)
+        launcher.check_same_configs(configs, 3)
 
 
 def test_data_and_model_of_a_rank_are_compared_by_their_contents(tmp_path, monkeypatch):

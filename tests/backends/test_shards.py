@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM
 
-from atomrl.backends.checkpoints import ShardReader, read_whole
 from atomrl.backends.local import LocalBackend
+from atomrl.backends.shards import ShardReader, read_whole
 from atomrl.config import ConfigError, CriticConfig, LoraConfig
 from atomrl.tracking.checkpoints import step_folders, writing_checkpoint
 from tests.backends.batches import weights_of
@@ -156,7 +156,7 @@ def test_a_write_error_of_any_rank_ends_the_save(tmp_path, monkeypatch, kind):
 
     with one_rank() as ranks:
         backend, _ = with_ranks(CASES["transformers"], make_models(tmp_path), ranks)
-        monkeypatch.setattr("atomrl.backends.checkpoints.save", fail)
+        monkeypatch.setattr("atomrl.backends.shards.save", fail)
         if kind == "another rank":
             monkeypatch.setattr(ranks, "union", lambda names: [*names, "rank 1: OSError: no space"])
         with (

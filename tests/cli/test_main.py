@@ -308,7 +308,7 @@ def test_a_runs_own_config_finds_the_functions_that_the_run_found(tmp_path, monk
 
     environment = (
         "import json, sys; from atomrl.config import read_tree; "
-        "from atomrl.tracking.run_directory import describe_environment; "
+        "from atomrl.tracking.environment import describe_environment; "
         "read_tree(sys.argv[1], {}); print(json.dumps(describe_environment()))"
     )
     program = [sys.executable, "-c", environment, str(tmp_path / "project" / "config.yaml")]

@@ -21,7 +21,8 @@ from atomrl.cli.main import main
 from atomrl.cli.training import non_defaults
 from atomrl.config import load_config
 from atomrl.tracking.reading import load_run
-from atomrl.tracking.reading.lines import is_locked, read_metrics
+from atomrl.tracking.reading.lines import read_metrics
+from atomrl.tracking.reading.lock import is_locked
 from atomrl.tracking.recorder import Recorder
 from atomrl.trainer import base
 from tests.tiny import make_tiny_model

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from atomrl.algorithms import objective_of
-from atomrl.cluster.ray_cluster import Node, places, planned, wanted
+from atomrl.cluster.placement import Node, places, wanted
+from atomrl.cluster.ray_cluster import planned
 from atomrl.config import load_config
-from atomrl.trainer import cluster as module
-from atomrl.trainer.cluster import describe_devices
+from atomrl.trainer import cluster_report as module
+from atomrl.trainer.cluster_report import describe_devices
 from atomrl.trainer.memory import memory_estimate
 from tests.tiny import make_tiny_model
 

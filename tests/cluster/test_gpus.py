@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.cluster.ray_cluster import Node, PlacementError, places, planned, wanted
+from atomrl.cluster.placement import Node, PlacementError, places, wanted
+from atomrl.cluster.ray_cluster import planned
 from atomrl.config import ConfigError, load_config
 from atomrl.trainer import cluster as module
 from atomrl.trainer.build import ENGINES as ENGINE_CLASSES

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from atomrl.cluster import ray_cluster as module
-from atomrl.cluster.ray_cluster import RayHangs, Watch
+from atomrl.cluster import watch as module
+from atomrl.cluster.watch import RayHangs, Watch
 
 ANSWER = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 
@@ -122,7 +122,7 @@ def test_a_process_that_waits_inside_of_ray_is_ended(reader):
     """Also where nobody reads its last words."""
     program = """
 import sys, time
-from atomrl.cluster import ray_cluster as watch
+from atomrl.cluster import watch
 from tests.cluster.test_watch import Server
 watch.CHECK_EVERY_S = watch.CALL_GRACE_S = 0.05
 server = Server()

@@ -5,6 +5,6 @@ import os
 from atomrl.common.workers import send_answer
 
 
-def serve(connection):
+def worker_main(connection):
     """Send the environment of this process."""
     send_answer(connection, dict(os.environ))

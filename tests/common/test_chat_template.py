@@ -20,15 +20,16 @@ from atomrl.common.chat_template import (
 from atomrl.config import ConfigError, DataConfig, RewardConfig, load_config
 from atomrl.data.conversations import continued
 from atomrl.data.files import DataError
-from atomrl.data.problems import DataProcessor
+from atomrl.data.processor import DataProcessor
 from atomrl.engines.fake import FakeEngine
-from atomrl.engines.requests import eos_token_ids, generate
+from atomrl.engines.generation import generate
+from atomrl.engines.stop_rule import eos_token_ids
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import load_policy, load_tokenizer, save_model
 from atomrl.models.tokenizer import make_tokenizer
 from atomrl.pool.codec import decode, encode
 from atomrl.rewards.compute import build_rewards
-from atomrl.tracking.checkpoints import config_changes, stopping_changes
+from atomrl.tracking.resuming import config_changes, stopping_changes
 from atomrl.trainer import prepare_run
 from atomrl.trainer.build import build_engine, started
 from atomrl.types import Problem, Prompt, SamplingParams

@@ -12,11 +12,12 @@ from atomrl.backends.local import LocalBackend
 from atomrl.common import hangs as module
 from atomrl.common.hangs import HUNG, HangWatch, phase, progress
 from atomrl.config import ModelConfig, TrainConfig, load_config
+from atomrl.engines.generation import requests_of
 from atomrl.engines.hf import HFEngine
-from atomrl.engines.native import NativeEngine
-from atomrl.engines.requests import EngineOptions, requests_of
+from atomrl.engines.native.engine import NativeEngine
+from atomrl.engines.requests import EngineOptions
 from atomrl.models.loading import load_tokenizer
-from atomrl.trainer.base import hang_watch
+from atomrl.trainer.hang_watch import hang_watch
 from atomrl.types import SamplingParams
 from tests.backends.batches import make_algorithm, make_batch
 from tests.prompts import prompts_of
@@ -43,7 +44,7 @@ def stuck(*arguments, **options):
 sys.exit(main(sys.argv[1:]))
 """
 BLOCKED = {
-    "engine": ("atomrl.engines.native", "NativeEngine", "_advance", r"the engine (native) (gen)"),
+    "engine": ("atomrl.engines.native.engine", "NativeEngine", "_advance", r"the engine (native) (gen)"),
     "trainer": ("atomrl.backends.local", "LocalBackend", "train_step", "training (update_actor)"),
     "reward": ("atomrl.rewards", "compute", "call", "a reward (reward)"),
 }
@@ -93,7 +94,7 @@ def test_a_slow_engine_that_draws_is_left_alone(watch, folder, monkeypatch, kind
     tokenizer = load_tokenizer(folder)
     options = EngineOptions(torch.float32, "cpu", max_concurrent_completions=8)
     engine = kind.from_pretrained(str(folder), tokenizer, options)
-    drawing = {NativeEngine: "atomrl.engines.decoder", HFEngine: "atomrl.engines.hf"}[kind]
+    drawing = {NativeEngine: "atomrl.engines.native.decoder", HFEngine: "atomrl.engines.hf"}[kind]
     reports = []
 
     def slowly():

@@ -8,7 +8,7 @@ import pytest
 
 from atomrl.common.launchers import launched, launcher_hidden, unmet_request, without_launcher
 from atomrl.common.workers import WorkerProcess
-from atomrl.engines.http import ServerProcess
+from atomrl.engines.server_process import ServerProcess
 
 TORCHRUN = {
     "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "ROLE_RANK": "0",

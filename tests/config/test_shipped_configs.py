@@ -15,7 +15,7 @@ from atomrl.cli.main import main
 from atomrl.config import load_config
 from atomrl.environments.builtin import ENVIRONMENTS
 from atomrl.models.loading import load_tokenizer
-from atomrl.models.reward_model import load_scalar, save_scalar
+from atomrl.models.scalar import load_scalar, save_scalar
 from tests.templates import QWEN3, QWEN25
 from tests.tiny import make_tiny_model
 from tests.tiny_vision import make_tiny_vision_model, picture

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from atomrl.common.metrics import Mean, Sum, values
 from atomrl.config import ConfigError, CriticConfig, LoraConfig
 from atomrl.models.loading import load_tokenizer
-from atomrl.models.reward_model import load_scalar, save_scalar
+from atomrl.models.scalar import load_scalar, save_scalar
 from atomrl.protocols import LossOutput
 from tests.backends.batches import make_algorithm, make_batch, weights_of, written
 from tests.conformance.test_backends import make, snapshot  # noqa: F401 (make is a fixture)

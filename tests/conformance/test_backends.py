@@ -48,7 +48,7 @@ def make_fsdp(folder, algorithm=None, *, lora=None, train=None, dtype="float32",
 
 def make_megatron(folder, algorithm=None, *, lora=None, train=None, dtype="float32", **settings):
     """Likewise; more are held against one process in tests/backends/test_megatron.py."""
-    from atomrl.backends.megatron import MegatronBackend
+    from atomrl.backends.megatron.backend import MegatronBackend
 
     return MegatronBackend(
         MegatronConfig(type="megatron"),

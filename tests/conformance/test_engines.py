@@ -17,11 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig
+from atomrl.engines.generation import generate, requests_of
 from atomrl.engines.hf import HFEngine
-from atomrl.engines.native import NativeEngine
-from atomrl.engines.paged import PlainOps
+from atomrl.engines.native.decode_step import PlainOps
+from atomrl.engines.native.engine import NativeEngine
 from atomrl.engines.replicas import ReplicatedEngine
-from atomrl.engines.requests import EngineOptions, generate, requests_of
+from atomrl.engines.requests import EngineOptions
 from atomrl.engines.servers import ServerEngine
 from atomrl.engines.sglang import SGLangEngine
 from atomrl.engines.vllm import VLLMEngine

@@ -9,11 +9,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
 from atomrl.algorithms import objective_of
 from atomrl.cli.main import main
 from atomrl.common.metrics import values
+from atomrl.engines.generation import generate
 from atomrl.engines.hf import HFEngine
-from atomrl.engines.native import NativeEngine
-from atomrl.engines.requests import EngineOptions, generate
-from atomrl.models.attention import states_before
+from atomrl.engines.native.engine import NativeEngine
+from atomrl.engines.requests import EngineOptions
 from atomrl.models.loading import load_policy
+from atomrl.models.stream import states_before
 from atomrl.trainer.auto import free_bytes
 from atomrl.types import SamplingParams
 from tests.backends.batches import make_algorithm, make_batch, weights_of
@@ -102,7 +103,7 @@ def test_rollouts_and_trainer_agree(folder, engine):
 
 def test_the_native_engine_decodes_by_its_kernels_in_graphs(tmp_path, caplog):
     """In bfloat16, without a warning, and with the log-probs of the trainer but for rounding."""
-    from atomrl.engines.triton_kernels import TritonOps, check_ops
+    from atomrl.engines.native.triton_ops import TritonOps, check_ops
 
     folder = make_tiny_model(tmp_path / "model", "qwen3", scale=0.1, hidden_size=64, head_dim=32)
     options = EngineOptions(torch.bfloat16, "cuda", max_concurrent_completions=8)

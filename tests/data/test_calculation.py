@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from atomrl.data.tasks import demonstrate_calculation, generate
+from atomrl.data.tasks import generate
+from atomrl.data.tasks.calculation import demonstrate_calculation
 from atomrl.environments.builtin import python
 from atomrl.types import Problem
 from configs.right_at_a_cost import right_at_a_cost

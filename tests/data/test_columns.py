@@ -9,7 +9,8 @@ from atomrl.common.chat_template import EndlessTemplateError, turn_marks
 from atomrl.config import DataConfig, PreferenceConfig
 from atomrl.data.files import DataError
 from atomrl.data.given import demonstration_reader, preference_reader
-from atomrl.data.problems import DataProcessor, load_problems
+from atomrl.data.problems import load_problems
+from atomrl.data.processor import DataProcessor
 from atomrl.data.tokenized import TokenizedSamples
 from atomrl.models.tokenizer import make_tokenizer
 from tests.data.templates import family_tokenizer

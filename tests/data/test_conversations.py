@@ -12,7 +12,8 @@ from atomrl.data import conversations
 from atomrl.data.conversations import ConversationWriter
 from atomrl.data.files import DataError
 from atomrl.data.given import demonstration_reader, preference_reader
-from atomrl.data.problems import DataProcessor, load_problems
+from atomrl.data.problems import load_problems
+from atomrl.data.processor import DataProcessor
 from atomrl.data.tokenized import TokenizedSamples
 from tests.data.templates import FAMILIES, PHI4, QWEN25, family_tokenizer
 from tests.templates import make_tokenizer

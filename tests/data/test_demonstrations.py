@@ -14,7 +14,8 @@ from atomrl.common.metrics import values
 from atomrl.config import DataConfig, ModelConfig, PreferenceConfig, TrainConfig
 from atomrl.data.files import DataError
 from atomrl.data.given import demonstration_reader, preference_reader
-from atomrl.data.problems import DataProcessor, load_problems
+from atomrl.data.problems import load_problems
+from atomrl.data.processor import DataProcessor
 from atomrl.data.rows import to_training_batches
 from atomrl.data.tokenized import TokenizedSamples, demonstration, rows_from_tokens
 from atomrl.models.loading import load_tokenizer

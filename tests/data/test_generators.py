@@ -18,9 +18,9 @@ from atomrl.data.tasks import (
     normalise_content,
     row_content,
     row_split,
-    run_operation,
 )
-from atomrl.rewards.answers import evaluate_arithmetic
+from atomrl.data.tasks.stack_machine import run_operation
+from atomrl.rewards.expressions import evaluate_arithmetic
 
 TASKS = sorted(GENERATORS)
 
@@ -137,7 +137,7 @@ def test_reasoning_gym_tasks(tmp_path):
     from atomrl.common.files import write_jsonl
     from atomrl.config import DataConfig
     from atomrl.data.problems import load_problems
-    from atomrl.rewards.verifiable import reasoning_gym
+    from atomrl.rewards.tasks import reasoning_gym
 
     for name, args in [("spell_backward", {}), ("countdown", {"max_numbers": 4}), ("propositional_logic", {})]:
         rows = generate(f"reasoning_gym:{name}", 5, seed=1, **args)

@@ -9,7 +9,8 @@ from atomrl.config import DataConfig
 from atomrl.data.files import DataError
 from atomrl.data.given import demonstration_reader
 from atomrl.data.packing import Example, packed
-from atomrl.data.problems import DataProcessor, load_problems
+from atomrl.data.problems import load_problems
+from atomrl.data.processor import DataProcessor
 from atomrl.data.tokenized import TokenizedSamples
 from atomrl.models.loading import load_tokenizer
 from tests.tiny import make_tiny_model

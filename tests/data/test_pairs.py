@@ -9,8 +9,10 @@ import pytest
 from atomrl.config import DataConfig, PreferenceConfig
 from atomrl.data.files import DataError
 from atomrl.data.given import preference_reader
-from atomrl.data.problems import DataProcessor, load_problems
-from atomrl.data.tasks import chain_pair, make_chain, task_words
+from atomrl.data.problems import load_problems
+from atomrl.data.processor import DataProcessor
+from atomrl.data.tasks import task_words
+from atomrl.data.tasks.chain import chain_pair, make_chain
 from atomrl.data.tokenized import TokenizedSamples
 from atomrl.models.tokenizer import make_tokenizer
 

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from atomrl.data import tasks as places
 from atomrl.data.files import DataError
 from atomrl.data.tasks import generate, row_split
+from atomrl.data.tasks import search as places
 from atomrl.data.tokenized import TokenizedSamples
 
 
@@ -87,7 +87,8 @@ def test_what_hops_may_be():
 
 def test_demonstrations_train_the_searches_and_not_their_answers(tokenizer):
     from atomrl.config import DataConfig
-    from atomrl.data.problems import DataProcessor, load_problems
+    from atomrl.data.problems import load_problems
+    from atomrl.data.processor import DataProcessor
 
     config = DataConfig(train="places", train_size=20, generator_args={"hops": [3]})
     data = TokenizedSamples(load_problems(config, completions="demonstrate"), DataProcessor(tokenizer, config), "x")

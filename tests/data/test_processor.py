@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from atomrl.config import DataConfig
 from atomrl.data.files import DataError
-from atomrl.data.problems import DataProcessor
+from atomrl.data.processor import DataProcessor
 from atomrl.types import Problem
 
 WORDS = ["a", "b", "c", "d", "sys", "user", "assistant", "system", "done", "[", "]"]

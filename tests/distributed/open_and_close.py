@@ -22,9 +22,10 @@ from transformers import AutoTokenizer
 
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig
-from atomrl.engines.native import NativeEngine
+from atomrl.engines.generation import generate
+from atomrl.engines.native.engine import NativeEngine
 from atomrl.engines.replicas import ReplicatedEngine
-from atomrl.engines.requests import EngineOptions, generate
+from atomrl.engines.requests import EngineOptions
 from atomrl.engines.sglang import SGLangEngine
 from atomrl.engines.vllm import VLLMEngine
 from atomrl.engines.vllm_server import VLLMServerEngine

@@ -21,9 +21,10 @@ from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig, EnvironmentConfig
 from atomrl.data.rows import to_rows
 from atomrl.engines.episodes import EpisodeEngine
-from atomrl.engines.native import NativeEngine
+from atomrl.engines.generation import generate, requests_of, to_trajectory
+from atomrl.engines.native.engine import NativeEngine
 from atomrl.engines.replicas import ReplicatedEngine
-from atomrl.engines.requests import EngineOptions, generate, requests_of, to_trajectory
+from atomrl.engines.requests import EngineOptions
 from atomrl.engines.vllm import VLLMEngine
 from atomrl.models.loading import read_weights
 from atomrl.protocols import WeightUpdate

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from atomrl.cli.main import main
-from atomrl.rewards.service import LLMJudge
+from atomrl.rewards.llm_judge import LLMJudge
 from tests.rewards.batches import rollouts
 from tests.tiny import make_tiny_model, make_tiny_tokenizer
 

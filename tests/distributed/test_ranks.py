@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file
 
 from atomrl.backends.group import RankLost
-from atomrl.backends.ranks import start_rank_actors
+from atomrl.backends.rank_actors import start_rank_actors
 from atomrl.cli.main import main
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig, FSDPConfig

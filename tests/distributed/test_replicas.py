@@ -17,11 +17,13 @@ import torch
 from transformers import AutoTokenizer
 
 from atomrl.cli.main import main
-from atomrl.cluster.ray_cluster import PlacementError, RayCluster
+from atomrl.cluster.placement import PlacementError
+from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig
-from atomrl.engines.native import NativeEngine
+from atomrl.engines.generation import generate, requests_of
+from atomrl.engines.native.engine import NativeEngine
 from atomrl.engines.replicas import ReplicatedEngine
-from atomrl.engines.requests import EngineOptions, generate, requests_of
+from atomrl.engines.requests import EngineOptions
 from atomrl.protocols import WeightUpdate
 from atomrl.types import SamplingParams
 from tests.arithmetic import arithmetic_run, trained_weights

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from atomrl.models.loading import load_tokenizer
-from atomrl.models.reward_model import load_scalar, save_scalar
+from atomrl.models.scalar import load_scalar, save_scalar
 from benchmarks.faults import TrainingRun, prepare
 from tests.rewards.services import Service, judgement
 

@@ -17,7 +17,7 @@ from atomrl.cli.main import main
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig, RewardConfig
 from atomrl.models.loading import load_tokenizer
-from atomrl.models.reward_model import load_scalar, save_scalar
+from atomrl.models.scalar import load_scalar, save_scalar
 from atomrl.rewards.actor import RewardActor, move_models
 from atomrl.rewards.compute import build_rewards
 from atomrl.rewards.errors import RewardError

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from atomrl.cli.main import main
 from atomrl.data.tasks import generate as problems
-from atomrl.tracking.run_directory import read_metrics
+from atomrl.tracking.reading.lines import read_metrics
 from atomrl.trainer import sources as groups
 from tests.distributed.test_episodes import BLOCK, largest_error, lengths_after_turns
 from tests.tiny import make_tiny_model

@@ -10,7 +10,8 @@ from transformers import AutoTokenizer
 
 from atomrl.cli.main import main
 from atomrl.config import ConfigError
-from atomrl.engines.requests import EngineOptions, generate
+from atomrl.engines.generation import generate
+from atomrl.engines.requests import EngineOptions
 from atomrl.engines.vllm import VLLMEngine
 from atomrl.tracking.reading.lines import read_metrics
 from atomrl.types import SamplingParams

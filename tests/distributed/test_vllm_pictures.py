@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from atomrl.engines.requests import generate
+from atomrl.engines.generation import generate
 from atomrl.engines.vllm import VLLMEngine
 from atomrl.models.loading import load_policy, model_weights
 from atomrl.protocols import WeightUpdate

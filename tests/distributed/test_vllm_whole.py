@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from atomrl.engines.generation import generate
 from atomrl.engines.hf import HFEngine
-from atomrl.engines.requests import EngineOptions, generate
+from atomrl.engines.requests import EngineOptions
 from atomrl.engines.vllm import VLLMEngine
 from atomrl.models.loading import load_policy, load_tokenizer, model_weights
 from atomrl.protocols import WeightUpdate

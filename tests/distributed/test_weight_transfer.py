@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig
-from atomrl.engines.native import NativeEngine
+from atomrl.engines.native.engine import NativeEngine
 from atomrl.engines.replicas import ReplicatedEngine
 from atomrl.engines.requests import EngineOptions
 from atomrl.protocols import Adapter, WeightUpdate

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from atomrl.data.tasks import CHAIN_WORDS
+from atomrl.data.tasks.chain import CHAIN_WORDS
 from atomrl.models.gpt import GPT, new_gpt
 from atomrl.models.tokenizer import make_tokenizer
 

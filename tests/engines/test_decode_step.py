@@ -16,10 +16,11 @@ from typing import ClassVar
 import pytest
 import torch
 
-from atomrl.engines.native import choose_ops
-from atomrl.engines.paged import CUDACapture, DecodeStep, PlainOps, StepGraphs, StepRows, padded
-from atomrl.engines.sampling import sample_candidates
-from atomrl.models.gpt import DecoderSpec
+from atomrl.engines.native.cuda_graphs import CUDACapture, StepGraphs, padded
+from atomrl.engines.native.decode_step import DecodeStep, PlainOps, StepRows
+from atomrl.engines.native.engine import choose_ops
+from atomrl.engines.native.sampling import sample_candidates
+from atomrl.models.decoder_spec import DecoderSpec
 from atomrl.types import SamplingParams
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "decode_step.py"

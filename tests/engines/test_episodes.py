@@ -10,11 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from atomrl.config import DataConfig, EnvironmentConfig
-from atomrl.data.problems import DataProcessor
+from atomrl.data.processor import DataProcessor
 from atomrl.data.rows import to_rows
 from atomrl.engines.episodes import EpisodeEngine
-from atomrl.engines.native import NativeEngine
-from atomrl.engines.requests import EngineOptions, generate
+from atomrl.engines.generation import generate
+from atomrl.engines.native.engine import NativeEngine
+from atomrl.engines.requests import EngineOptions
 from atomrl.types import Problem, SamplingParams, Segment
 from tests.data.templates import family_tokenizer
 from tests.episodes import SAMPLING, make_prompts
@@ -175,8 +176,9 @@ def test_new_weights_come_between_two_turns(folder, tokenizer, monkeypatch):
 
     from atomrl.config import EnvironmentConfig
     from atomrl.engines.episodes import EpisodeEngine
-    from atomrl.engines.native import NativeEngine
-    from atomrl.engines.requests import EngineOptions, requests_of
+    from atomrl.engines.generation import requests_of
+    from atomrl.engines.native.engine import NativeEngine
+    from atomrl.engines.requests import EngineOptions
     from atomrl.models.loading import read_weights
     from atomrl.protocols import WeightUpdate
 
@@ -219,8 +221,9 @@ def test_episodes_are_given_up_at_any_time(folder, tokenizer):
 
     from atomrl.config import EnvironmentConfig
     from atomrl.engines.episodes import EpisodeEngine
-    from atomrl.engines.native import NativeEngine
-    from atomrl.engines.requests import EngineOptions, requests_of
+    from atomrl.engines.generation import requests_of
+    from atomrl.engines.native.engine import NativeEngine
+    from atomrl.engines.requests import EngineOptions
 
     made = NativeEngine.from_pretrained(folder, tokenizer, EngineOptions(torch.float32, "cpu", 8))
     settings = EnvironmentConfig(function="tests.environments.played.echo", max_turn_tokens=12, args={"turns": 6})

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from atomrl.engines.fake import FakeEngine
-from atomrl.engines.requests import RequestEngine, generate, requests_of
+from atomrl.engines.generation import generate, requests_of
+from atomrl.engines.requests import RequestEngine
 from atomrl.protocols import RolloutEngine, WeightUpdate
 from atomrl.types import Problem, Prompt, SamplingParams
 from tests.tiny import make_tiny_tokenizer

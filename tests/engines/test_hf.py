@@ -1,6 +1,6 @@
 """`HFEngine`: features of pictures."""
 
-from atomrl.engines.requests import generate
+from atomrl.engines.generation import generate
 from tests.vision.test_conformance import Case
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from atomrl.engines import decoder as kernel_module
-from atomrl.engines.decoder import load_kernels
-from atomrl.models.kernels import build
+from atomrl.engines.native import cpu_kernels as kernel_module
+from atomrl.engines.native.cpu_kernels import load_kernels
+from atomrl.models.kernel_library import build
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_rms_norm_and_silu_mul(kernels, rows, width, dtype, tolerance):
 def test_two_processes_may_build_at_once(kernels, tmp_path):
     source, cache = tmp_path / "a.cpp", tmp_path / "cache"
     source.write_text('#include <regex>\nextern "C" int f() { return std::regex("a+").flags(); }')  # takes a second
-    code = "import sys; from pathlib import Path; from atomrl.models.kernels import build; "
+    code = "import sys; from pathlib import Path; from atomrl.models.kernel_library import build; "
     code += "print(build(Path(sys.argv[1]), 'g++', Path(sys.argv[2])))"
     command = [sys.executable, "-c", code, str(source), str(cache)]
     with ThreadPoolExecutor(2) as pool:

@@ -8,11 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, Qwen2Config
 
 from atomrl.config import ConfigError
+from atomrl.engines.generation import generate, requests_of
 from atomrl.engines.hf import HFEngine
-from atomrl.engines.native import NativeEngine
-from atomrl.engines.paged import PlainOps
-from atomrl.engines.requests import EngineOptions, generate, requests_of
-from atomrl.models.gpt import Unsupported, unsupported
+from atomrl.engines.native.decode_step import PlainOps
+from atomrl.engines.native.engine import NativeEngine
+from atomrl.engines.requests import EngineOptions
+from atomrl.models.decoder_spec import Unsupported, unsupported
 from atomrl.protocols import WeightUpdate
 from atomrl.types import SamplingParams
 from tests.prompts import logprobs_of, prompts_of, response

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.engines.decoder import load_kernels
-from atomrl.engines.requests import requests_of
-from atomrl.engines.sampling import inverse_cdf, sample, sample_candidates, uniforms
+from atomrl.engines.generation import requests_of
+from atomrl.engines.native.cpu_kernels import load_kernels
+from atomrl.engines.native.sampling import inverse_cdf, sample, sample_candidates, uniforms
 from atomrl.types import Problem, Prompt, SamplingParams
 
 MASK = 2**64 - 1

@@ -21,10 +21,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from atomrl.common import outages
-from atomrl.engines.http import ServerProcess
-from atomrl.engines.requests import EngineOptions, generate, requests_of
-from atomrl.engines.servers import write_weights
-from atomrl.engines.sglang import DIFFERS, SGLangEngine, digest_of, held_hashes
+from atomrl.engines.generation import generate, requests_of
+from atomrl.engines.requests import EngineOptions
+from atomrl.engines.server_process import ServerProcess
+from atomrl.engines.server_weights import write_weights
+from atomrl.engines.sglang import SGLangEngine
+from atomrl.engines.sglang_checksums import DIFFERS, digest_of, held_hashes
 from atomrl.engines.vllm_server import VLLMServerEngine
 from atomrl.engines.vllm_worker import WORKER_EXTENSION
 from atomrl.models.loading import read_weights
@@ -372,7 +374,7 @@ def test_a_tied_head_is_written_under_its_own_name(tmp_path):
 
 SLEEPER = """
 import sys, time
-from atomrl.engines.http import ServerProcess
+from atomrl.engines.server_process import ServerProcess
 deaf = "import os, signal as s, time; s.signal(15, s.SIG_IGN); print(os.getpid(), flush=True); time.sleep(100)"
 process = ServerProcess(lambda port: ([sys.executable, "-c", deaf], {}))
 while not process.tail():
@@ -438,7 +440,7 @@ def test_a_server_that_ends_while_it_starts_is_named_with_its_last_words(folder,
 
 
 def test_a_process_is_ended_with_all_it_has_started(monkeypatch):
-    monkeypatch.setattr("atomrl.engines.http.GRACE_S", 120.0)  # which only one that is deaf takes
+    monkeypatch.setattr("atomrl.engines.server_process.GRACE_S", 120.0)  # which only one that is deaf takes
     code = "import subprocess as s, sys; p = s.Popen([sys.executable, '-c', 'import time; time.sleep(99)']);"
     code += "print(p.pid, flush=True); p.wait()"
     process = ServerProcess(lambda port: ([sys.executable, "-c", code], {}))

@@ -17,14 +17,16 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from atomrl.engines.http import Client, ServerProcess
-from atomrl.engines.requests import EngineOptions, generate, requests_of
+from atomrl.engines.generation import generate, requests_of
+from atomrl.engines.http import Client
+from atomrl.engines.requests import EngineOptions
+from atomrl.engines.server_process import ServerProcess
 from atomrl.engines.sglang import SGLangEngine
 from atomrl.models.loading import read_weights
 from atomrl.protocols import WeightUpdate
 from atomrl.types import SamplingParams
 from atomrl.weight_sync import InProcessTransfer, tensor_hash
-from atomrl.weight_sync.channels import ServerGroup
+from atomrl.weight_sync.broadcast import ServerGroup
 from tests.prompts import prompts_of
 from tests.tiny import make_tiny_model
 

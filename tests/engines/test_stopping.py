@@ -2,7 +2,7 @@
 
 import torch
 
-from atomrl.engines.requests import StopRule, completing_tokens
+from atomrl.engines.stop_rule import StopRule, completing_tokens
 from atomrl.types import SamplingParams
 from tests.tiny import make_tiny_tokenizer
 

@@ -12,10 +12,11 @@ from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer
 
-from atomrl.engines.native import NativeEngine
-from atomrl.engines.paged import PlainOps
-from atomrl.engines.requests import EngineOptions, generate, requests_of
-from atomrl.models.gpt import DecoderSpec, read_spec
+from atomrl.engines.generation import generate, requests_of
+from atomrl.engines.native.decode_step import PlainOps
+from atomrl.engines.native.engine import NativeEngine
+from atomrl.engines.requests import EngineOptions
+from atomrl.models.decoder_spec import DecoderSpec, read_spec
 from atomrl.models.loading import model_config_only
 from atomrl.types import SamplingParams
 from tests.prompts import logprobs_of, prompts_of, response
@@ -27,7 +28,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu" and Version(np.__version__) >= Version("2.4"):
     pytest.skip("the interpreter of Triton 3.6 needs numpy < 2.4", allow_module_level=True)
 
-from atomrl.engines import triton_kernels as triton_ops  # noqa: E402
+from atomrl.engines.native import triton_ops  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")  # the interpreter's
 

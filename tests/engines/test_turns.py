@@ -10,10 +10,11 @@ import torch
 from transformers import AddedToken
 
 from atomrl.config import EnvironmentConfig, RewardConfig
-from atomrl.engines.batching import RetainedRow, RetainedRows
 from atomrl.engines.episodes import EpisodeEngine, ReplyTokens
-from atomrl.engines.native import NativeEngine
-from atomrl.engines.requests import EngineOptions, RequestState, generate, requests_of
+from atomrl.engines.generation import generate, requests_of
+from atomrl.engines.native.batching import RetainedRow, RetainedRows
+from atomrl.engines.native.engine import NativeEngine
+from atomrl.engines.requests import EngineOptions, RequestState
 from atomrl.models.loading import read_weights
 from atomrl.protocols import WeightUpdate
 from atomrl.rewards import compute

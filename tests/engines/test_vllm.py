@@ -15,14 +15,15 @@ from transformers import AutoTokenizer
 
 from atomrl.config import ConfigError
 from atomrl.engines import requests
-from atomrl.engines.requests import EngineOptions, requests_of
+from atomrl.engines.generation import requests_of
+from atomrl.engines.requests import EngineOptions
 from atomrl.engines.sglang import SGLangEngine
 from atomrl.engines.vllm import VLLMEngine
 from atomrl.engines.vllm_server import VLLMServerEngine
 from atomrl.models.loading import read_weights
 from atomrl.protocols import Adapter, WeightUpdate
 from atomrl.types import SamplingParams
-from atomrl.weight_sync.channels import ADAPTERS, WEIGHTS
+from atomrl.weight_sync.files import ADAPTERS, WEIGHTS
 from tests.prompts import prompts_of
 from tests.tiny import make_tiny_model
 

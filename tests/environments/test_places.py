@@ -5,7 +5,8 @@ from contextlib import closing
 import pytest
 
 from atomrl.config import EnvironmentConfig
-from atomrl.data.tasks import find, generate
+from atomrl.data.tasks import generate
+from atomrl.data.tasks.search import find
 from atomrl.environments.builtin import places
 from atomrl.environments.pool import EnvironmentPool
 from atomrl.types import Problem

@@ -14,10 +14,10 @@ from unittest.mock import Mock
 import pytest
 
 from atomrl.config import ConfigError, EnvironmentConfig, ToolConfig, load_config
-from atomrl.data.problems import DataProcessor
+from atomrl.data.processor import DataProcessor
 from atomrl.engines.episodes import EpisodeEngine
 from atomrl.engines.fake import FakeEngine
-from atomrl.engines.requests import generate
+from atomrl.engines.generation import generate
 from atomrl.environments import tools as module
 from atomrl.environments.pool import CHARACTERS_PER_TOKEN, EnvironmentPool
 from atomrl.environments.tool_calls import FORMS, Call, find_calls, find_form

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from atomrl.config import load_config, merge_trees, parse_overrides, read_yaml
-from atomrl.data.tasks import CHAIN_WORDS
+from atomrl.data.tasks.chain import CHAIN_WORDS
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import read_safetensors, save_model
 from atomrl.models.tokenizer import make_tokenizer

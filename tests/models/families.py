@@ -20,8 +20,9 @@ from transformers.models.auto import modeling_auto as auto
 from atomrl.algorithms import objective_of
 from atomrl.config import ConfigError, load_config
 from atomrl.models.loading import load_policy, load_tokenizer, save_model
+from atomrl.models.published import published_weights
 from atomrl.models.shapes import auto_class
-from atomrl.models.transformers_model import HFModel, published_weights
+from atomrl.models.transformers_model import HFModel
 from atomrl.trainer.checks.config import check_policy
 from atomrl.trainer.memory import memory_by_phase
 from tests.tiny import make_tiny_tokenizer

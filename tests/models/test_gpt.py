@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from atomrl.atoms.logprobs import token_entropy
 from atomrl.models import gpt
-from atomrl.models.gpt import GPT, new_gpt, unsupported
+from atomrl.models.decoder_spec import unsupported
+from atomrl.models.gpt import GPT, new_gpt
 
 SHAPE = {
     "vocab_size": 50,

@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from atomrl.models import attention
-from atomrl.models.attention import PackedAttention, rotate, row_stream
+from atomrl.models.attention import PackedAttention, rotate
 from atomrl.models.gpt import Linear, fused_linear
-from atomrl.models.kernels import FusedLinear, RMSNormFunction, SwiGLUFunction, round_once
+from atomrl.models.kernel_switches import round_once
+from atomrl.models.kernels import FusedLinear, RMSNormFunction, SwiGLUFunction
+from atomrl.models.stream import row_stream
 
 ROWS, TOKENS, HEADS, KV_HEADS, SIZE = 2, 5, 4, 2, 6
 

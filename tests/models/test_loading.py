@@ -14,12 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from atomrl.algorithms import objective_of
 from atomrl.config import ConfigError, load_config
 from atomrl.engines.hf import HFEngine
-from atomrl.engines.native import NativeEngine
+from atomrl.engines.native.engine import NativeEngine
 from atomrl.engines.requests import EngineOptions
 from atomrl.models import loading
 from atomrl.models.gpt import GPT, new_gpt
 from atomrl.models.loading import (
-    HFModel,
     compute_dtype,
     load_policy,
     load_tokenizer,
@@ -29,6 +28,7 @@ from atomrl.models.loading import (
     resolve_folder,
     save_model,
 )
+from atomrl.models.transformers_model import HFModel
 from atomrl.trainer.build import build_engine
 from atomrl.trainer.memory import memory_estimate
 from tests.models.gpt2 import TOKENS, save_gpt2

@@ -14,7 +14,7 @@ from atomrl.engines.hf import HFEngine
 from atomrl.models.loading import fill_weights, load_policy, load_tokenizer, model_config_only, model_weights
 from atomrl.models.lora import adapter_state, adapter_weights, adapters_disabled, export, save_adapters
 from atomrl.trainer.build import build_engine
-from atomrl.trl.trainer import lora_section
+from atomrl.trl.inputs import lora_section
 from tests.models.gpt2 import TOKENS, save_gpt2
 from tests.tiny import make_tiny_model
 

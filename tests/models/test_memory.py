@@ -5,7 +5,8 @@ import torch
 from atomrl.common.memory import process_memory
 from atomrl.common.metrics import values
 from atomrl.models.gpt import new_gpt
-from atomrl.models.memory import activation_bytes_per_token, memory_metrics
+from atomrl.models.memory import activation_bytes_per_token
+from atomrl.models.process_memory import memory_metrics
 
 
 def test_activations_are_about_what_autograd_keeps():

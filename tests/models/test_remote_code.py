@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 from atomrl.cli.main import main
 from atomrl.config import ConfigError
 from atomrl.models import loading
-from atomrl.models.loading import HFModel, load_policy
+from atomrl.models.loading import load_policy
+from atomrl.models.transformers_model import HFModel
 from tests.tiny import make_tiny_model
 
 FILES = {

@@ -10,7 +10,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipe
 from atomrl.cli.main import main
 from atomrl.config import ConfigError, RewardConfig
 from atomrl.models.loading import load_tokenizer
-from atomrl.models.reward_model import Reader, RewardModel, load_scalar, save_scalar
+from atomrl.models.reward_model import Reader, RewardModel
+from atomrl.models.scalar import load_scalar, save_scalar
 from atomrl.rewards.compute import build_rewards
 from atomrl.rewards.errors import RewardError
 from atomrl.types import Problem, Segment, Trajectory

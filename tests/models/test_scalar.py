@@ -14,7 +14,7 @@ from transformers import (
 
 from atomrl.config import ConfigError
 from atomrl.models.loading import load_tokenizer
-from atomrl.models.reward_model import GPTScalar, HFScalar, load_scalar, save_scalar
+from atomrl.models.scalar import GPTScalar, HFScalar, load_scalar, save_scalar
 from tests.tiny import make_tiny_model
 
 TOKENS = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 7, 0, 0], [4, 3, 0, 0, 0]])

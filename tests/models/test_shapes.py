@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from atomrl.algorithms import objective_of
 from atomrl.config import ConfigError, load_config
-from atomrl.engines.servers import cpu_cache_bytes
+from atomrl.engines.server_weights import cpu_cache_bytes
 from atomrl.models.loading import load_policy, load_transformers, model_config_only
 from atomrl.models.memory import activation_bytes_per_token, count_parameters, empty_model, widths
 from atomrl.models.shapes import auto_class, text_config

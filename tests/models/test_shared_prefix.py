@@ -12,11 +12,12 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from atomrl.atoms.logprobs import row_logprobs
 from atomrl.models import attention, gpt
-from atomrl.models import attention as shared_prefix
-from atomrl.models import kernels as cpp
-from atomrl.models.attention import Spans, make_stream, states_before
+from atomrl.models import kernel_library as cpp
+from atomrl.models import stream as shared_prefix
+from atomrl.models.attention import Spans
 from atomrl.models.gpt import GPT
-from atomrl.models.kernels import plain_formulas
+from atomrl.models.kernel_switches import plain_formulas
+from atomrl.models.stream import make_stream, states_before
 
 SHAPE = {
     "vocab_size": 23,

@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 from atomrl.config import ConfigError, LoraConfig
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import load_policy, model_weights, read_safetensors, save_model
-from atomrl.models.transformers_model import HFModel, published_weights
+from atomrl.models.published import published_weights
+from atomrl.models.transformers_model import HFModel
 
 SHAPE = {
     "vocab_size": 95,

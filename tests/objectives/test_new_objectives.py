@@ -89,7 +89,7 @@ def test_the_page_says_what_configs_and_results_say():
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_it_is_no_algorithm_of_the_table_and_trains_a_step(path, tmp_path, monkeypatch):
-    monkeypatch.setattr("atomrl.tracking.reading.comparison.draw_curves", lambda *args: None)
+    monkeypatch.setattr("atomrl.tracking.reading.plots.draw_curves", lambda *args: None)
     tree = read_yaml(path)
     assert tree["run_name"] == path.stem
     objective = objective_of(tree["algorithm"])

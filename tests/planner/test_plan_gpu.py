@@ -10,8 +10,9 @@ from atomrl.cli.main import main
 from atomrl.config import ConfigError, load_config
 from atomrl.engines.fake import FakeEngine
 from atomrl.engines.hf import HFEngine
-from atomrl.engines.native import NativeEngine
-from atomrl.models.memory import count_parameters, known_shape
+from atomrl.engines.native.engine import NativeEngine
+from atomrl.models.known_shapes import known_shape
+from atomrl.models.memory import count_parameters
 from atomrl.planner.fit import find_fitting, trades
 from atomrl.planner.gpus import GPUS, gpu_of
 from atomrl.planner.plan import plan_on

@@ -10,7 +10,8 @@ import torch
 
 from atomrl.data.rows import to_rows
 from atomrl.pool.codec import decode, encode, problem_json
-from atomrl.pool.store import RolloutPool, export_rows, import_rows, write_rows
+from atomrl.pool.exports import export_rows, import_rows, write_rows
+from atomrl.pool.store import RolloutPool
 from atomrl.types import Episode, Problem, RaggedIds, Turn
 from tests.pool.made import group, rich_episode, rich_group, settings
 

@@ -10,7 +10,7 @@ from filelock import FileLock
 
 from atomrl.pool import store as sql
 from atomrl.pool import store as store
-from atomrl.pool.codec import LeaseLost, PoolError
+from atomrl.pool.errors import LeaseLost, PoolError
 from atomrl.pool.store import RolloutPool
 from tests.pool.made import Clock, follow_connections, group, settings
 

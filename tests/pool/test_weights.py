@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from atomrl.algorithms import objective_of
 from atomrl.backends.local import LocalBackend
 from atomrl.config import LoraConfig, ModelConfig, TrainConfig
-from atomrl.engines.native import NativeEngine
+from atomrl.engines.native.engine import NativeEngine
 from atomrl.engines.requests import EngineOptions
 from atomrl.pool.weights import PublishedWeights, WeightFollower
 from atomrl.weight_sync import InProcessTransfer, WeightMismatch
@@ -36,8 +36,8 @@ def engine(path):
 
 def text(engine):
     from atomrl.config import DataConfig
-    from atomrl.data.problems import DataProcessor
-    from atomrl.engines.requests import generate
+    from atomrl.data.processor import DataProcessor
+    from atomrl.engines.generation import generate
     from atomrl.types import Problem, SamplingParams
 
     prompts = DataProcessor(make_tiny_tokenizer(), DataConfig(train="-")).to_prompts(

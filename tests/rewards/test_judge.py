@@ -7,7 +7,7 @@ import json
 import pytest
 
 from atomrl.rewards.errors import RewardError
-from atomrl.rewards.service import score_in
+from atomrl.rewards.llm_judge import score_in
 from atomrl.types import Problem
 from tests.rewards.batches import failures, rollouts, values
 from tests.rewards.services import Service, answer, drop, judgement, send, slow

@@ -7,8 +7,10 @@ import json
 import pytest
 
 from atomrl.config import RewardConfig
+from atomrl.rewards.code_blocks import last_block
 from atomrl.rewards.compute import build_rewards
-from atomrl.rewards.programs import cases_of, code, last_block, same_output
+from atomrl.rewards.program_tests import cases_of
+from atomrl.rewards.programs import code, same_output
 from atomrl.types import Problem
 from tests.rewards.batches import failures, rollouts, values
 from tests.sandbox.attacks import ATTACKS, source_of

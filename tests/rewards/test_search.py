@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from atomrl.rewards import search_r1_em
-from atomrl.rewards.verifiable import last_answer, normalised
+from atomrl.rewards.search_r1 import last_answer, normalised
 
 
 def score(text, truth):

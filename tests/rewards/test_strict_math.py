@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from atomrl.rewards.answers import answers_equal, parse_number, strict_math
+from atomrl.rewards.answers import answers_equal, parse_number
 from atomrl.rewards.format import (
     extract_answer,
     has_strict_format,
@@ -18,7 +18,7 @@ from atomrl.rewards.format import (
     strict_format,
     tagged_answer,
 )
-from atomrl.rewards.verifiable import exact_match, gsm8k
+from atomrl.rewards.verifiable import exact_match, gsm8k, strict_math
 
 
 def form(answer: str, think: str = "so") -> str:

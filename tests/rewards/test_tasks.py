@@ -7,8 +7,8 @@ from fractions import Fraction
 
 import pytest
 
-from atomrl.rewards.answers import evaluate_arithmetic, is_tame_formula
-from atomrl.rewards.verifiable import countdown, reasoning_gym
+from atomrl.rewards.expressions import evaluate_arithmetic, is_tame_formula
+from atomrl.rewards.tasks import countdown, reasoning_gym
 
 
 def form(answer: str) -> str:
@@ -114,7 +114,7 @@ needs_reasoning_gym = pytest.mark.skipif(
 @needs_reasoning_gym
 def test_no_answer_is_run(tmp_path):
     from atomrl.data.tasks import generate
-    from atomrl.rewards.verifiable import ARITHMETIC_TASKS, FORMULA_TASKS, LITERAL_TASKS
+    from atomrl.rewards.tasks import ARITHMETIC_TASKS, FORMULA_TASKS, LITERAL_TASKS
 
     witness = tmp_path / "witness"
     attack = f"__import__('pathlib').Path({str(witness)!r}).touch()"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from atomrl.sandbox import Limits
-from atomrl.sandbox.running import judge
+from atomrl.sandbox.judging import judge
 
 LIMITS = Limits(cpu_s=20, wall_s=60.0, memory_mb=256)
 FAIR = """

@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 
 from atomrl.environments.worker import EpisodeError, find_environment
-from atomrl.rewards.calling import find_scorer
 from atomrl.rewards.errors import RewardError
+from atomrl.rewards.scorer import find_scorer
 from atomrl.sandbox import Limits, SandboxError, box, check, run, running
 from atomrl.sandbox import box as layout
-from atomrl.sandbox.running import format_result, judge, python
+from atomrl.sandbox.judging import judge
+from atomrl.sandbox.running import format_result, python
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ import pytest
 from atomrl.cli.training import format_config
 from atomrl.common.secrets import check_unmasked
 from atomrl.config import ConfigError, dump_config, load_config
-from atomrl.tracking.run_directory import RunDirectory, redact_command, refuse_secrets
+from atomrl.tracking.environment import redact_command, refuse_secrets
+from atomrl.tracking.run_directory import RunDirectory
 from atomrl.trainer import prepare_run
 from atomrl.trainer.checks.config import check_secrets
 from tests.tiny import make_tiny_model
@@ -69,7 +70,7 @@ def test_a_run_keeps_no_secret_and_uses_no_network(tmp_path):
 
 def test_wandb_gets_no_secret(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
-    from atomrl.tracking.recorder import WandbSink
+    from atomrl.tracking.sinks import WandbSink
 
     for name in SECRETS:
         monkeypatch.setenv(name, MARKER)

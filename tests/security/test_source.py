@@ -17,14 +17,14 @@ PARSES_BY_EVAL = {"sympify", "parse_expr", "parse_latex", "literal_eval_unsafe"}
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 SERVES = {"socketserver", "http.server", "xmlrpc", "wsgiref", "flask", "fastapi", "uvicorn", "multiprocessing.managers"}
 MAY_LISTEN = {  # on 127.0.0.1, or between the machines of a cluster that a config names
-    "atomrl/weight_sync/channels.py",
-    "atomrl/engines/http.py",
+    "atomrl/weight_sync/broadcast.py",
+    "atomrl/engines/server_process.py",
     "atomrl/environments/retrieval/server.py",
     "atomrl/tools/ui/server.py",
 }
 MAY_SERVE = {"atomrl/environments/retrieval/server.py", "atomrl/tools/ui/server.py"}
 OPENS_A_PORT = {"bind", "listen", "create_server", "start_server", "serve_forever", "Listener"}
-MAY_UNPICKLE = {"atomrl/rewards/calling.py", "atomrl/environments/worker.py"}
+MAY_UNPICKLE = {"atomrl/rewards/workers.py", "atomrl/environments/worker.py"}
 MAY_UNPICKLE |= {"benchmarks/simulate_cluster.py", "benchmarks/ranks.py"}
 """Requests to a worker of rewards or environments are pickled by the trainer that started it; replies are JSON. The
 simulation times what it pickled itself, and the benchmark of ranks speaks with its own processes."""

@@ -21,27 +21,20 @@ from atomrl.environments.retrieval.index import Words
 from atomrl.environments.tool_calls import FORMS, find_calls
 from atomrl.planner.gpus import gpu_of
 from atomrl.rewards import latex as boxes
-from atomrl.rewards import verifiable as tasks
-from atomrl.rewards.answers import (
-    answers_equal,
-    ascii_digits,
-    clock_time,
-    evaluate_arithmetic,
-    is_tame_formula,
-    normalise_text,
-    parse_number,
-    read_choices,
-    split_base,
-    split_unit,
-)
+from atomrl.rewards import tasks
+from atomrl.rewards.answers import answers_equal, ascii_digits, normalise_text, parse_number, read_choices
+from atomrl.rewards.code_blocks import last_block
 from atomrl.rewards.compute import build_rewards
+from atomrl.rewards.expressions import evaluate_arithmetic, is_tame_formula
 from atomrl.rewards.format import extract_answer, has_strict_format, last_boxed, marked_answer, reasoning_text
-from atomrl.rewards.programs import last_block, same_output
+from atomrl.rewards.llm_judge import score_in
+from atomrl.rewards.programs import same_output
 from atomrl.rewards.regions import read_region
-from atomrl.rewards.service import score_in
+from atomrl.rewards.search_r1 import search_r1_em
 from atomrl.rewards.table import POOLED, REWARDS
-from atomrl.rewards.verifiable import gsm8k, search_r1_em
-from atomrl.tracking.doctor.hacks import repeated_unit
+from atomrl.rewards.units import clock_time, split_base, split_unit
+from atomrl.rewards.verifiable import gsm8k
+from atomrl.tracking.doctor.quotes import repeated_unit
 from atomrl.tracking.reading import comparison
 from atomrl.tracking.run_directory import rollout_rows
 from atomrl.trainer.evaluate import figures, judged
@@ -88,7 +81,7 @@ def failing_rewards():
 
 
 READERS = {
-    "tracking/doctor/hacks": [repeated_unit],
+    "tracking/doctor/quotes": [repeated_unit],
     "tracking/reading/comparison": [comparison.JUDGED_BY.match],
     "environments/adapters": [lambda text: actions_in(text, ("left", "right"))],
     "environments/builtin": [action_of, lambda text: first_block(text, ("python", "answer"))],
@@ -103,24 +96,23 @@ READERS = {
         normalise_text,
         parse_number,
         lambda text: answers_equal(text, "x"),
-        evaluate_arithmetic,
-        is_tame_formula,
         ascii_digits,
         read_choices,
-        lambda text: [read(text[: boxes.MAX_CHARS]) for read in (split_unit, split_base, clock_time)],
     ],
+    "rewards/expressions": [evaluate_arithmetic, is_tame_formula],
+    "rewards/units": [lambda text: [read(text[: boxes.MAX_CHARS]) for read in (split_unit, split_base, clock_time)]],
     "rewards/calling": [lambda text: failing_rewards()([trajectory(PROBLEM, text)])],
+    "rewards/scorer": [lambda text: failing_rewards()([trajectory(PROBLEM, text)])],
     "rewards/compute": [lambda text: failing_rewards().try_functions(replace(PROBLEM, ground_truth=text))],
     "rewards/latex": [lambda text: boxes.boxed([""], [f"\\boxed{{{text}}}"], ["x"])],
     "rewards/regions": [lambda text: read_region(text[: boxes.MAX_CHARS], lambda _: None)],
     "rewards/format": [extract_answer, has_strict_format, last_boxed, marked_answer, reasoning_text],
-    "rewards/service": [judged_score],
-    "rewards/verifiable": [
-        lambda text: gsm8k([""], [text], ["18"]),
-        lambda text: search_r1_em([""], [text], ["a"]),
-        tasks.is_literal,
-    ],
-    "rewards/programs": [last_block, lambda text: same_output(text, text)],
+    "rewards/llm_judge": [judged_score],
+    "rewards/verifiable": [lambda text: gsm8k([""], [text], ["18"])],
+    "rewards/search_r1": [lambda text: search_r1_em([""], [text], ["a"])],
+    "rewards/tasks": [tasks.is_literal],
+    "rewards/code_blocks": [last_block],
+    "rewards/programs": [lambda text: same_output(text, text)],
     "engines/episodes": [replies.SPECIAL_NAMES.search],
 }
 """Module -> what of it reads what a model wrote."""

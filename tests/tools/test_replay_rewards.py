@@ -5,7 +5,7 @@ import json
 import pytest
 
 from atomrl.cli.main import main
-from atomrl.tools.replay import degenerate_completions, disagreements, rankings
+from atomrl.tools.rankings import degenerate_completions, disagreements, rankings
 from tests.tools.ui.made import make_run
 
 RUN = "the folder of the run"

@@ -15,22 +15,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from atomrl.cli import training
+from atomrl.cli import tune as command
 from atomrl.config import ConfigError, load_config
 from atomrl.tools import tuning
-from atomrl.tools.tuning import (
-    Settings,
-    is_worse_half,
-    open_study,
-    read_space,
-    run_trial,
-    tune,
-    wait_until_free,
-    why_pruned,
-    with_values,
-)
-from atomrl.tracking.reading.comparison import load_study
-from atomrl.tracking.reading.lines import is_locked
+from atomrl.tools.search_space import read_space, with_values
+from atomrl.tools.tuning import Settings, is_worse_half, open_study, run_trial, tune, wait_until_free, why_pruned
+from atomrl.tracking.reading.lock import is_locked
+from atomrl.tracking.reading.studies import load_study
 
 CONFIG = {
     "run_name": "first",
@@ -195,7 +186,7 @@ def test_a_metric_that_there_is_not_ends_a_study_in_its_first_steps(place):
     ],
 )
 def test_the_default_metric_of_a_study(changes, metric):
-    assert training.default_metric(load_config({**CONFIG, **changes}).kind) == metric
+    assert command.default_metric(load_config({**CONFIG, **changes}).kind) == metric
 
 
 def test_bad_trials_end_at_half(place, monkeypatch):
@@ -379,7 +370,7 @@ def study_of_its_own(place: Path, runs: int) -> subprocess.Popen[bytes]:
         from pathlib import Path
         from atomrl.config import load_config
         from atomrl.tools.tuning import Settings, tune
-        from atomrl.tools.tuning import read_space, with_values
+        from atomrl.tools.search_space import read_space, with_values
         place = Path({str(place)!r})
         config = load_config(json.loads((place / "c.json").read_text()))
         tune(config, read_space(place / "space.yaml", config), Settings(folder=place / "killed", runs={runs}, seeds=1,
@@ -399,7 +390,7 @@ def until(holds: Callable[[], bool]) -> None:
 def test_a_process_that_is_still_ending_is_waited_for(place, monkeypatch):
     folder = place / "run"
     folder.mkdir()
-    code = "from atomrl.tracking.reading.lines import acquire_lock; from pathlib import Path; "
+    code = "from atomrl.tracking.reading.lock import acquire_lock; from pathlib import Path; "
     code += f"acquire_lock(Path({str(folder)!r}))"
     code += "; input()"
     other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
@@ -430,7 +421,7 @@ def test_sigterm_ends_a_study_as_ctrl_c_does(monkeypatch):
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         with pytest.raises(KeyboardInterrupt):
-            training.tune(argparse.Namespace(config="c.yaml", overrides=[], runs=0, seeds=0, window=0))
+            command.tune(argparse.Namespace(config="c.yaml", overrides=[], runs=0, seeds=0, window=0))
     finally:
         signal.signal(signal.SIGTERM, before)
 

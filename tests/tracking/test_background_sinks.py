@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from atomrl.tracking import recorder as sinks
+from atomrl.tracking import sinks
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import RunDirectory
 from tests.tracking.helpers import make_config, make_scored

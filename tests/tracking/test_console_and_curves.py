@@ -11,8 +11,8 @@ from atomrl.cli.runs import format_full
 from atomrl.common.terminal import printable_output
 from atomrl.tracking.console import ProgressBar, by_turn, describe
 from atomrl.tracking.reading import load_run
-from atomrl.tracking.reading.comparison import draw_curves, panels
 from atomrl.tracking.reading.lines import ReadError
+from atomrl.tracking.reading.plots import draw_curves, panels
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import RunDirectory
 from tests.pool.made import rich_episode

@@ -3,7 +3,7 @@
 import json
 
 from atomrl.cli.main import main
-from atomrl.tracking.reading.comparison import compared
+from atomrl.tracking.reading.plots import compared
 from atomrl.tracking.reading.run import Run
 
 

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 from atomrl.cli.training import ADVICE
 from atomrl.config import ConfigError, load_config
-from atomrl.tracking.checkpoints import stopping_changes
 from atomrl.tracking.reading.lines import read_metrics
+from atomrl.tracking.resuming import stopping_changes
 from atomrl.tracking.run_directory import RunDirectory, rollout_rows
 from tests.pool.made import rich_episode
 from tests.tracking.helpers import make_config, make_scored

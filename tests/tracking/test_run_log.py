@@ -6,8 +6,9 @@ import logging
 import pytest
 
 from atomrl.tracking.console import ProgressBar
-from atomrl.tracking.reading.run import LOG
-from atomrl.tracking.run_directory import RunDirectory, RunLog
+from atomrl.tracking.reading.state import LOG
+from atomrl.tracking.run_directory import RunDirectory
+from atomrl.tracking.run_log import RunLog
 from tests.tracking.helpers import make_config
 
 log = logging.getLogger("atomrl.somewhere")

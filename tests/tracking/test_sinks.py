@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from atomrl.config import ConfigError
-from atomrl.tracking import recorder as sinks
+from atomrl.tracking import sinks
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import RunDirectory
 from tests.tracking.helpers import make_config, make_scored
@@ -33,7 +33,7 @@ def test_wandb_gets_the_metrics_offline(tmp_path):
     """In a process of its own: wandb keeps global state and a service."""
     script = f"""
 from tests.tracking.helpers import make_config, make_scored
-from atomrl.tracking import recorder as sinks
+from atomrl.tracking import sinks
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import RunDirectory
 sinks.PATIENCE_S = 600.0  # a busy machine takes its time to import it
@@ -83,7 +83,7 @@ def test_trackio_gets_the_metrics_offline(tmp_path):
     pytest.importorskip("trackio", reason="trackio is not installed: pip install 'atomrl[trackio]'")
     script = f"""
 from tests.tracking.helpers import make_config, make_scored
-from atomrl.tracking import recorder as sinks
+from atomrl.tracking import sinks
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import RunDirectory
 sinks.PATIENCE_S = 600.0  # a busy machine takes its time to import it

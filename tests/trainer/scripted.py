@@ -15,7 +15,7 @@ from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.common.metrics import Count, Metrics
 from atomrl.config import DataConfig, RunConfig, load_config
 from atomrl.data.curriculum import GROUP_FILTER, Curriculum, CurriculumState, PromptStream, RewardFilter
-from atomrl.data.problems import DataProcessor
+from atomrl.data.processor import DataProcessor
 from atomrl.engines.fake import FakeEngine
 from atomrl.trainer.loop import Progress, Save, fit
 from atomrl.trainer.rl import RolloutTraining

@@ -14,7 +14,7 @@ import pytest
 
 from atomrl.cli.main import main
 from atomrl.config import ConfigError, load_config
-from atomrl.engines.native import NativeEngine
+from atomrl.engines.native.engine import NativeEngine
 from atomrl.tracking.reading.lines import read_metrics
 from atomrl.tracking.recorder import Recorder
 from atomrl.trainer import prepare_run

@@ -5,7 +5,8 @@ from functools import cache
 import pytest
 
 from atomrl.config import load_config, merge_trees
-from atomrl.models.memory import MOST_TOKENS, planning_shape
+from atomrl.models.known_shapes import planning_shape
+from atomrl.models.memory import MOST_TOKENS
 from atomrl.planner.gpus import gpu_of
 from atomrl.planner.plan import plan_on
 from atomrl.planner.step_time import step_seconds

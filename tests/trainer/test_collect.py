@@ -15,7 +15,7 @@ from atomrl.data.rows import to_rows
 from atomrl.objectives.preference_loss import best_and_worst
 from atomrl.protocols import LossOutput, ModelOutputs
 from atomrl.rewards.errors import RewardError
-from atomrl.trainer.loop import MAX_IDLE_STEPS, Progress, compute_advantages, update_weights
+from atomrl.trainer.loop import MAX_IDLE_STEPS, Progress, compute_advantages, update_policy
 from atomrl.trainer.report.metrics import answer_end, rollout_metrics, runs_on
 from atomrl.trainer.report.stopwatch import Stopwatch
 from atomrl.trainer.rl import RolloutTraining
@@ -276,7 +276,7 @@ def test_a_step_without_a_row_changes_nothing(tmp_path):
     parts = make_parts(tmp_path, lambda problem, index: "x", lambda item: None)
     state = {"kl": 0.5}
     batch = compute_advantages(parts.trainer, parts.algorithm, to_rows([]), state, planned(), Stopwatch())
-    results = update_weights(parts.trainer, parts.algorithm, batch, planned(), 1, Stopwatch())
+    results = update_policy(parts.trainer, parts.algorithm, batch, planned(), 1, Stopwatch())
     assert batch.rows == 0 and results == [] and state == {"kl": 0.5}
 
 

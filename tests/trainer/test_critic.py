@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 
 from atomrl.cli.main import main
 from atomrl.models.loading import load_tokenizer, read_safetensors
-from atomrl.models.reward_model import load_scalar, save_scalar
+from atomrl.models.scalar import load_scalar, save_scalar
 from atomrl.objectives.policy import COEFFICIENT
 from atomrl.tracking.reading.lines import read_metrics
 from atomrl.tracking.recorder import Recorder
@@ -25,7 +25,7 @@ KL = {"type": "k2", "coefficient": 0.02, "apply_to": "reward", "target": 1e-6, "
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("atomrl.tracking.reading.comparison.draw_curves", lambda *args: None)
+    monkeypatch.setattr("atomrl.tracking.reading.plots.draw_curves", lambda *args: None)
     make_tiny_model(tmp_path / "model", "qwen2")
     rows = [{"prompt": f"write {k}", "ground_truth": "x"} for k in range(7)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

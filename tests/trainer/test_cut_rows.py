@@ -36,7 +36,7 @@ def labelled(*rows):
 
 @pytest.fixture(params=KINDS)
 def kind(request, working_directory, monkeypatch):
-    monkeypatch.setattr("atomrl.tracking.reading.comparison.draw_curves", lambda *args: None)
+    monkeypatch.setattr("atomrl.tracking.reading.plots.draw_curves", lambda *args: None)
     name = request.param
     return lambda *rows: (working_directory(CONFIG | KINDS[name], rows=rows), name)
 
@@ -84,7 +84,7 @@ def test_windows_are_not_cut(working_directory, capsys):
 
 
 def test_a_run_without_an_update_says_so_and_fails(working_directory, monkeypatch, caplog, model):
-    monkeypatch.setattr("atomrl.tracking.reading.comparison.draw_curves", lambda *args: None)
+    monkeypatch.setattr("atomrl.tracking.reading.plots.draw_curves", lambda *args: None)
     folder = working_directory(CONFIG | KINDS["sft"], rows=[row(str(k), "4", "5") for k in range(4)])
     (folder / "broken").mkdir()
     for file in model.iterdir():

@@ -30,7 +30,7 @@ CONFIG = {
 
 @pytest.fixture
 def folder(working_directory, monkeypatch):
-    monkeypatch.setattr("atomrl.tracking.reading.comparison.draw_curves", lambda *args: None)
+    monkeypatch.setattr("atomrl.tracking.reading.plots.draw_curves", lambda *args: None)
     return working_directory(CONFIG, pairs=PAIRS, labels=LABELS)
 
 

@@ -8,7 +8,8 @@ import torch
 from atomrl.algorithms import objective_of
 from atomrl.cli.main import main
 from atomrl.config import ConfigError, load_config
-from atomrl.models.memory import known_shape
+from atomrl.engines import requests
+from atomrl.models.known_shapes import known_shape
 from atomrl.trainer import auto as module
 from atomrl.trainer.auto import engine_share, with_engine, with_share
 from atomrl.trainer.checks.engine import check_engine
@@ -42,7 +43,8 @@ def machine(monkeypatch, tmp_path):
         registry.write_text(f'_TEXT_MODELS = {{"{knows}": ("llama", "{knows}")}}\n')
         spec = type("Spec", (), {"origin": str(tmp_path / "vllm" / "__init__.py")}) if vllm else None
         monkeypatch.setattr(module, "find_spec", lambda name: spec)
-        monkeypatch.setattr(module, "installed_version", lambda name: vllm)
+        for place in (module, requests):
+            monkeypatch.setattr(place, "installed_version", lambda name: vllm)
 
     return make
 
@@ -97,9 +99,9 @@ def test_else_it_is_native_with_the_reason(machine, folder, here, settings, why)
     ("version", "settings", "why"),
     [
         ("0.32.0", {}, None),
-        ("0.31.0", {}, r"older than 0\.32"),
+        ("0.31.0", {}, r"needs 0\.32 or later"),
         ("0.32.0", {"rollout": {"temperature": 0.7}}, "temperature=0.7"),
-        ("0.32.0", {"cluster": {"resources": {"rollout": {"num_gpus": 1}}}}, "without cluster"),
+        ("0.32.0", {"cluster": {"resources": {"rollout": {"num_gpus": 1}}}}, "in the trainer's process alone"),
     ],
 )
 def test_a_model_of_pictures_uses_vllm_only_if_that_takes_them(machine, tmp_path, version, settings, why):

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from atomrl.config import DataConfig, RewardConfig
-from atomrl.data.problems import DataProcessor
+from atomrl.data.processor import DataProcessor
 from atomrl.engines.fake import FakeEngine
 from atomrl.rewards.compute import build_rewards
 from atomrl.trainer.evaluate import evaluate, majority_correct, mean_figure, pass_at_k, pass_sizes

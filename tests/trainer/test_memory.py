@@ -9,13 +9,13 @@ from transformers import Qwen2Config
 
 from atomrl.algorithms import objective_of
 from atomrl.backends.local import LocalBackend
-from atomrl.backends.megatron_layout import check_shape
+from atomrl.backends.megatron.shapes import check_shape
 from atomrl.batches import TrainingBatch
 from atomrl.config import FSDPConfig, load_config
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import load_policy, model_config_only, save_model
 from atomrl.models.memory import adapter_parameters
-from atomrl.models.reward_model import load_scalar
+from atomrl.models.scalar import load_scalar
 from atomrl.objectives import PolicyObjective
 from atomrl.trainer.memory import memory_estimate, peak_of, rank_choices
 from tests.models.gpt2 import save_gpt2

@@ -102,7 +102,7 @@ def test_a_trainer_that_was_killed_continues_exactly(folder, capsys, monkeypatch
         "import os, signal, sys; from atomrl.cli.main import main; from atomrl.trainer import loop\n"
         f"def update(*a):\n  if a[4] == {killed_in}: os.kill(os.getpid(), signal.SIGKILL)\n"
         "  return before(*a)\n"
-        "before, loop.update_weights = loop.update_weights, update\nmain(sys.argv[1:])"
+        "before, loop.update_policy = loop.update_policy, update\nmain(sys.argv[1:])"
     )
     # Sums of other numbers of threads need not be equal to the last bit.
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{folder}"}

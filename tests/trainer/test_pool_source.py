@@ -11,7 +11,7 @@ import pytest
 
 from atomrl.algorithms import objective_of
 from atomrl.data.curriculum import PromptStream
-from atomrl.pool.codec import LeaseLost, PoolEmpty
+from atomrl.pool.errors import LeaseLost, PoolEmpty
 from atomrl.pool.store import RolloutPool
 from atomrl.trainer.pool_source import PoolSource
 from atomrl.trainer.report.stopwatch import Stopwatch

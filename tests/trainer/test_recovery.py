@@ -13,7 +13,7 @@ import yaml
 
 from atomrl.backends.local import LocalBackend
 from atomrl.cli.main import main
-from atomrl.engines.native import NativeEngine
+from atomrl.engines.native.engine import NativeEngine
 from atomrl.tracking.reading.lines import read_metrics
 from atomrl.tracking.recorder import Recorder
 from atomrl.trainer import rl
@@ -276,7 +276,7 @@ def test_sft_resumes_bit_for_bit(folder, monkeypatch):
 
 
 def test_a_config_of_an_older_version_counts_with_its_defaults():
-    from atomrl.tracking.checkpoints import config_changes, stopping_changes
+    from atomrl.tracking.resuming import config_changes, stopping_changes
     from tests.tracking.helpers import make_config
 
     now = make_config("x")

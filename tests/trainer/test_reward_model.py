@@ -21,7 +21,8 @@ from transformers import (
 
 from atomrl.cli.main import main
 from atomrl.models.loading import load_tokenizer, read_safetensors
-from atomrl.models.reward_model import Reader, RewardModel, load_scalar
+from atomrl.models.reward_model import Reader, RewardModel
+from atomrl.models.scalar import load_scalar
 from atomrl.tracking.reading.lines import read_metrics
 from atomrl.tracking.recorder import Recorder
 from tests.models.test_reward_model import rollouts

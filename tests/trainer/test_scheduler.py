@@ -25,11 +25,11 @@ from atomrl.algorithms import objective_of
 from atomrl.config import AsynchronousConfig
 from atomrl.data.curriculum import CurriculumState
 from atomrl.engines.fake import FakeEngine
-from atomrl.engines.requests import generate
+from atomrl.engines.generation import generate
 from atomrl.trainer import sources as groups
+from atomrl.trainer.async_source import AsyncRolloutSource
 from atomrl.trainer.loop import Progress
 from atomrl.trainer.report.stopwatch import Stopwatch
-from atomrl.trainer.sources import AsyncRolloutSource
 from tests.tiny import make_tiny_model
 from tests.trainer import test_sync
 from tests.trainer.scripted import make_parts, planned, train

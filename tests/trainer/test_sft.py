@@ -24,7 +24,7 @@ CONFIG = {
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("atomrl.tracking.reading.comparison.draw_curves", lambda *args: None)
+    monkeypatch.setattr("atomrl.tracking.reading.plots.draw_curves", lambda *args: None)
     make_tiny_model(tmp_path / "model", scale=0.1)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     for name, section in (("sft", {"sft": {}}), ("dpo", {"preference": {}, "algorithm": {"name": "dpo"}}),

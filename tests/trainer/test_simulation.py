@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from atomrl.config import AsynchronousConfig
+from atomrl.trainer.async_source import AsyncRolloutSource
 from atomrl.trainer.report.stopwatch import Stopwatch
-from atomrl.trainer.sources import AsyncRolloutSource
 from atomrl.types import GenerationOutput, Segment
 from tests.trainer.scripted import make_parts
 

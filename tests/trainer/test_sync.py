@@ -12,8 +12,8 @@ from atomrl.algorithms import objective_of
 from atomrl.backends.local import LocalBackend
 from atomrl.config import DataConfig, ModelConfig, RewardConfig, TrainConfig
 from atomrl.data.curriculum import PromptStream
-from atomrl.data.problems import DataProcessor
-from atomrl.engines.native import NativeEngine
+from atomrl.data.processor import DataProcessor
+from atomrl.engines.native.engine import NativeEngine
 from atomrl.engines.requests import EngineOptions
 from atomrl.models.loading import load_tokenizer
 from atomrl.rewards.compute import build_rewards

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from atomrl.algorithms import objective_of
 from atomrl.batches import map_fields
 from atomrl.config import ConfigError, load_config
-from atomrl.tracking.reading.rollouts import TOKENS, read_tokens
+from atomrl.tracking.reading.token_records import TOKENS, read_tokens
 from atomrl.tracking.run_directory import RunDirectory
 from atomrl.trainer.loop import Progress
 from atomrl.trainer.report.tokens import TokenRecord, mark_recorded

@@ -11,7 +11,7 @@ from atomrl.backends.local import LocalBackend
 from atomrl.config import CriticConfig, LoraConfig
 from atomrl.engines.fake import FakeEngine
 from atomrl.models.loading import model_weights
-from atomrl.trainer.loop import compute_advantages, update_weights
+from atomrl.trainer.loop import compute_advantages, update_policy
 from atomrl.trainer.report.metrics import update_metrics
 from atomrl.trainer.report.stopwatch import Stopwatch
 from atomrl.trainer.report.tokens import TokenRecord
@@ -51,7 +51,7 @@ def waits_of(given, updates, folder, path, rows_per_micro_batch):
             device.waits.clear()
             tokens = TokenRecord()
             batch = compute_advantages(trainer, algorithm, rows, {}, config, Stopwatch())
-            results = update_weights(trainer, algorithm, batch, config, step, Stopwatch(), tokens)
+            results = update_policy(trainer, algorithm, batch, config, step, Stopwatch(), tokens)
             waits = update_metrics(results)
             transfer(step)
     assert waits["actor/grad_norm"] > 0 and tokens.tensors()

@@ -7,7 +7,7 @@ from atomrl.config.keys import renamed
 from atomrl.trl import GRPOArgs
 from atomrl.trl.arguments import NAMES as NAMES_HERE
 from atomrl.trl.arguments import hint
-from atomrl.trl.trainer import lora_section
+from atomrl.trl.inputs import lora_section
 
 NAMES = {
     "lr", "num_generations", "output_dir", "device", "save_steps", "epoch", "max_prompt_length", "max_generate_length",

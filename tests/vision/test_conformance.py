@@ -12,10 +12,12 @@ from atomrl.config import DataConfig, ModelConfig, TrainConfig
 from atomrl.data.files import RawRow
 from atomrl.data.image_reader import ImageReader
 from atomrl.data.images import ImageStore
-from atomrl.data.problems import DataProcessor, problem_reader, to_problems
+from atomrl.data.problems import problem_reader, to_problems
+from atomrl.data.processor import DataProcessor
 from atomrl.data.rows import to_rows, to_training_batches, with_advantages
+from atomrl.engines.generation import generate
 from atomrl.engines.hf import HFEngine
-from atomrl.engines.requests import EngineOptions, generate
+from atomrl.engines.requests import EngineOptions
 from atomrl.models.loading import load_policy, load_tokenizer, model_config_only
 from atomrl.models.vision import Vision
 from atomrl.types import SamplingParams

@@ -16,7 +16,8 @@ from atomrl.data.given import demonstration_reader
 from atomrl.data.image_reader import ImageReader
 from atomrl.data.images import ImageStore
 from atomrl.data.pictures import decoded
-from atomrl.data.problems import DataProcessor, load_problems
+from atomrl.data.problems import load_problems
+from atomrl.data.processor import DataProcessor
 from atomrl.models.loading import load_tokenizer, model_config_only
 from tests.tiny_vision import IMAGE, make_tiny_vision_model, picture
 

@@ -10,11 +10,11 @@ from transformers import AutoTokenizer
 
 from atomrl.backends.fsdp import FSDPBackend
 from atomrl.backends.local import LocalBackend
-from atomrl.backends.ranks import start_ranks
+from atomrl.backends.rank_group import start_ranks
 from atomrl.common.metrics import values
 from atomrl.config import FSDPConfig, LoraConfig, ModelConfig, TrainConfig
 from atomrl.engines.hf import HFEngine
-from atomrl.engines.native import NativeEngine
+from atomrl.engines.native.engine import NativeEngine
 from atomrl.engines.requests import EngineOptions
 from atomrl.weight_sync import InProcessTransfer
 from tests.backends.batches import make_algorithm, make_batch

@@ -12,12 +12,13 @@ import atomrl
 from atomrl.algorithms import objective_of
 from atomrl.backends.local import LocalBackend
 from atomrl.config import LoraConfig, ModelConfig, TrainConfig
-from atomrl.engines import decoder
-from atomrl.engines.cache import run_prompts
-from atomrl.engines.native import NativeEngine
-from atomrl.engines.paged import PlainOps
-from atomrl.engines.requests import EngineOptions, generate
-from atomrl.models import kernels, loading
+from atomrl.engines.generation import generate
+from atomrl.engines.native import linear
+from atomrl.engines.native.cache import run_prompts
+from atomrl.engines.native.decode_step import PlainOps
+from atomrl.engines.native.engine import NativeEngine
+from atomrl.engines.requests import EngineOptions
+from atomrl.models import kernel_switches, kernels, loading
 from atomrl.models.loading import load_tokenizer
 from atomrl.protocols import FrozenBase, RoundedWeights
 from atomrl.trainer.build import ENGINES
@@ -131,7 +132,7 @@ def test_updates_round_weights_into_the_engines_matrices(
 ) -> None:
     """With several updates in a step, whose weights the engine never samples from. bfloat16 is stored, as on a GPU."""
     monkeypatch.setitem(ENGINES, "native", PagedEngine)
-    for module in (loading, decoder):
+    for module in (loading, linear):
         monkeypatch.setattr(module, "has_bfloat16", lambda device: True)
     path = str(make_tiny_model(tmp_path / "model", **UNTIED))
     settings = {"path": path, "dtype": "bfloat16", "lora": None} | model
@@ -139,8 +140,10 @@ def test_updates_round_weights_into_the_engines_matrices(
     offered: list[RoundedWeights] = []
     original = LocalBackend.rounded_weights
     monkeypatch.setattr(LocalBackend, "rounded_weights", lambda self: offered.append(original(self)) or offered[-1])
-    copies, stacked = [], kernels.stacked
-    monkeypatch.setattr(kernels, "stacked", lambda parts, dtype: copies.append(parts[0].dim()) or stacked(parts, dtype))
+    copies, stacked = [], kernel_switches.stacked
+    for module in (kernels, kernel_switches):
+        keep = lambda parts, dtype: copies.append(parts[0].dim()) or stacked(parts, dtype)  # noqa: E731
+        monkeypatch.setattr(module, "stacked", keep)
     one = run(tmp_path, "one", settings, train=train)
     assert set(copies) == {1}  # biases
     assert "are held once" in (tmp_path / "runs" / "one" / "log.txt").read_text()

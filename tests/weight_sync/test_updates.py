@@ -10,17 +10,20 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from atomrl.config import LoraConfig
-from atomrl.engines import decoder
+from atomrl.engines.generation import generate
 from atomrl.engines.hf import HFEngine
-from atomrl.engines.native import NativeEngine
-from atomrl.engines.paged import PlainOps
-from atomrl.engines.requests import EngineOptions, generate
+from atomrl.engines.native import decoder, linear
+from atomrl.engines.native.decode_step import PlainOps
+from atomrl.engines.native.engine import NativeEngine
+from atomrl.engines.requests import EngineOptions
 from atomrl.models.loading import has_bfloat16, load_policy
 from atomrl.models.lora import adapter_weights
 from atomrl.protocols import Adapter, WeightUpdate
 from atomrl.types import SamplingParams
 from atomrl.weight_sync import InProcessTransfer, WeightMismatch, checked_update, tensor_hash
-from atomrl.weight_sync.channels import CollectiveChannel, FileChannel, TransferBroken
+from atomrl.weight_sync.broadcast import CollectiveChannel
+from atomrl.weight_sync.channel import TransferBroken
+from atomrl.weight_sync.files import FileChannel
 from tests.prompts import logprobs_of, prompts_of
 from tests.tiny import make_tiny_model
 
@@ -29,7 +32,7 @@ ENGINES = {"native": NativeEngine, "hf": HFEngine, "pages": partial(NativeEngine
 
 def open_engine(folder, name="native", dtype=torch.float32):
     options = EngineOptions(dtype, "cpu", max_concurrent_completions=8)
-    packs = name == "native" and decoder.compute_dtype(dtype, torch.device("cpu")) == torch.bfloat16
+    packs = name == "native" and linear.compute_dtype(dtype, torch.device("cpu")) == torch.bfloat16
     if packs and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("oneDNN multiplies no bfloat16 on this CPU, not even by emulation")
     make = getattr(ENGINES[name], "from_pretrained", ENGINES[name])
@@ -38,7 +41,8 @@ def open_engine(folder, name="native", dtype=torch.float32):
 
 def compute_in(monkeypatch, dtype):
     """Whatever instructions the CPU has."""
-    monkeypatch.setattr(decoder, "compute_dtype", lambda *_: dtype)
+    for module in (decoder, linear):
+        monkeypatch.setattr(module, "compute_dtype", lambda *_: dtype)
 
 
 @pytest.fixture(scope="module")

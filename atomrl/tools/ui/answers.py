@@ -201,7 +201,7 @@ def token(
     """Explain a token's loss.
 
     Args:
-        columns: recorded numbers of its row, by name (`tracking/reading/rollouts.py`).
+        columns: recorded numbers of its row, by name (`tracking/reading/token_records.py`).
         at: index of the token in them.
         reward: reward of its completion.
         rewards: rewards of its group.

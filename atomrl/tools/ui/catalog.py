@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 
 from atomrl.tracking.reading import Run, find_runs
-from atomrl.tracking.reading.comparison import NOT_SETTINGS, is_study, settings
-from atomrl.tracking.reading.lines import flat_tree, is_locked
+from atomrl.tracking.reading.comparison import NOT_SETTINGS, settings
+from atomrl.tracking.reading.lines import flat_tree
+from atomrl.tracking.reading.lock import is_locked
 from atomrl.tracking.reading.metrics import Floats, MetricTable, as_float, newest_held_out
 from atomrl.tracking.reading.rollouts import Ints
-from atomrl.tracking.reading.run import FAILURE, silence
+from atomrl.tracking.reading.state import FAILURE, silence
+from atomrl.tracking.reading.studies import is_study
 
 # --------------------------------------------------------------------------------------------------------------------
 # Curves for the browser. Long runs are downsampled to mean and range of intervals, so that no extreme is lost.

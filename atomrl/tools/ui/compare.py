@@ -19,7 +19,6 @@ from atomrl.tracking.reading.comparison import (
     final_figures,
     group_names,
     left_out,
-    load_study,
     mean_and_range,
     settings,
 )
@@ -27,6 +26,7 @@ from atomrl.tracking.reading.diff import diff_runs
 from atomrl.tracking.reading.metrics import Floats
 from atomrl.tracking.reading.rollouts import SPLITS, Ints, RolloutFilter
 from atomrl.tracking.reading.run import WHERE
+from atomrl.tracking.reading.studies import load_study
 
 MAX_RUNS = 16
 ANSWERS = 20

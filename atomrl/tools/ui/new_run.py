@@ -27,8 +27,9 @@ import yaml
 import atomrl
 from atomrl.common.files import write_text
 from atomrl.tracking.reading import Run
-from atomrl.tracking.reading.lines import flat_tree, lock_owner, parse_yaml
-from atomrl.tracking.reading.run import Home, home_of
+from atomrl.tracking.reading.lines import flat_tree, parse_yaml
+from atomrl.tracking.reading.lock import lock_owner
+from atomrl.tracking.reading.state import Home, home_of
 
 # --------------------------------------------------------------------------------------------------------------------
 # Problems of a config, by the key at which a page shows them.

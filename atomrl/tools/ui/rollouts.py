@@ -12,7 +12,9 @@ import numpy as np
 from atomrl.tools.ui.catalog import number
 from atomrl.tracking.reading import Run
 from atomrl.tracking.reading.lines import ReadError
-from atomrl.tracking.reading.rollouts import SPLITS, Ints, Order, RolloutFilter, RolloutIndex, TokenTable, token_texts
+from atomrl.tracking.reading.rollouts import SPLITS, Ints, Order, RolloutFilter, RolloutIndex
+from atomrl.tracking.reading.token_records import TokenTable
+from atomrl.tracking.reading.token_texts import token_texts
 
 # --------------------------------------------------------------------------------------------------------------------
 # Recorded tokens of a completion.

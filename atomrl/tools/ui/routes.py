@@ -36,8 +36,8 @@ from atomrl.tools.ui.new_run import (
 from atomrl.tools.ui.server import MAX_STREAMS, Questions, Watcher
 from atomrl.tracking.reading import Run
 from atomrl.tracking.reading.lines import ReadError
-from atomrl.tracking.reading.rollouts import IMAGES
-from atomrl.tracking.reading.run import LOG, Home, home_of
+from atomrl.tracking.reading.state import LOG, Home, home_of
+from atomrl.tracking.reading.token_records import IMAGES
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {

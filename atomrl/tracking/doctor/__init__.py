@@ -1,7 +1,8 @@
 """The doctor detects common RL failures in a run's metrics; each rule has a page in docs/guides/troubleshooting/.
 
 `RULES` is the table of the rules: severity, remedy, and which finding explains which. `Doctor` applies them step by
-step, `diagnose` to a finished run. The rules are functions in `rules.py` (training) and `hacks.py` (rewards).
+step, `diagnose` to a finished run. The rules are functions in `rules.py` (training), `hacks.py`
+(rewards) and `environments.py`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,34 +10,39 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from atomrl.tracking.doctor.hacks import (
-    echo_is_paid,
-    empty_answer_is_paid,
+from atomrl.tracking.doctor.environments import (
     environment_failures,
-    format_alone_is_paid,
-    hedging_is_paid,
     invalid_actions,
-    keyword_is_paid,
-    one_text_is_paid,
-    pays_for_shortness,
-    quote,
-    repetition_is_paid,
     replies_die_out,
     replies_in_the_loss,
-    wrong_answers_are_paid,
 )
-from atomrl.tracking.doctor.rules import (
+from atomrl.tracking.doctor.findings import (
     Finding,
     MetricRows,
     NotLogged,
     Row,
     Severity,
     Verdict,
+    is_evaluation,
+    without_idle_accuracy,
+)
+from atomrl.tracking.doctor.hacks import (
+    echo_is_paid,
+    empty_answer_is_paid,
+    format_alone_is_paid,
+    hedging_is_paid,
+    keyword_is_paid,
+    one_text_is_paid,
+    pays_for_shortness,
+    repetition_is_paid,
+    wrong_answers_are_paid,
+)
+from atomrl.tracking.doctor.quotes import quote
+from atomrl.tracking.doctor.rules import (
     constant_reward,
     dead_reward_part,
     entropy_collapse,
     gradient_spikes,
-    is_evaluation,
     learning_rate_too_high,
     learns_nothing,
     length_limit,
@@ -49,7 +55,6 @@ from atomrl.tracking.doctor.rules import (
     rollout_gap,
     skipped_updates,
     stale_weights,
-    without_idle_accuracy,
 )
 
 

@@ -2,6 +2,7 @@
 
 from atomrl.tracking.reading.metrics import MetricTable
 from atomrl.tracking.reading.rollouts import RolloutIndex
-from atomrl.tracking.reading.run import Run, RunState, find_runs, is_run, load_run
+from atomrl.tracking.reading.run import Run, find_runs, is_run, load_run
+from atomrl.tracking.reading.state import RunState
 
 __all__ = ["MetricTable", "RolloutIndex", "Run", "RunState", "find_runs", "is_run", "load_run"]

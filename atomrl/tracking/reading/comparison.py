@@ -1,162 +1,45 @@
-"""Compare runs: a table of accuracies, losses and rewards with seeds grouped by config, significance of differences,
-the config keys that differ, and plots of the curves."""
+"""Compare two groups of runs with several seeds: 95% intervals, and how many seeds a clear difference needs."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-import os
 import re
 import statistics
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations
-from operator import itemgetter
-from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from atomrl.common.errors import reraise_as
-from atomrl.tracking.reading.lines import ReadError, flat_tree, read_mapping
-from atomrl.tracking.reading.metrics import accuracies, newest_held_out
+from atomrl.tracking.reading.lines import flat_tree
+from atomrl.tracking.reading.metrics import newest_held_out
+from atomrl.tracking.reading.plots import run_names
 from atomrl.tracking.reading.run import WHERE, Run
 
-if TYPE_CHECKING:
-    from optuna.study import Study
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Studies of `atomrl tune`, read from their folder: trials, the deciding metric, importance of keys.
-
-JOURNAL, STUDY_NAME, SETTINGS, RESULT = "study.journal", "tune", "study.yaml", "result.json"
-SECONDS = "seconds"
-"""User attribute of a trial with its duration."""
-MIN_TRIALS = 4
-"""Minimum number of complete trials for estimating importance."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrialRow:
-    """A trial of a study."""
-
-    number: int
-    state: str
-    """`complete`, `pruned`, `fail`, `running` or `waiting`."""
-    value: float | None
-    """The metric at the end; the last reported value of a pruned trial."""
-    reported: dict[int, float]
-    """Intermediate values; 1: at half of the steps, 2: at three quarters."""
-    params: dict[str, Any]
-    """Config key -> value."""
-    seconds: float | None
-
-    @property
-    def run(self) -> str:
-        """Name of its run, in the study's folder `runs`."""
-        return f"trial_{self.number:03d}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class StudyTable:
-    """A study, read from its folder."""
-
-    metric: str
-    window: int
-    space: dict[str, Any]
-    """Key -> its choices, or `low`, `high`, `log`."""
-    trials: list[TrialRow]
-    importance: dict[str, float]
-    """Key -> importance (PED-ANOVA, sums to 1), largest first; empty with too few trials."""
-    result: dict[str, Any]
-    """`result.json`; empty until the finals have ended."""
-    problems: list[str] = field(default_factory=list)
-
-
-def is_study(folder: Path) -> bool:
-    """Return whether a folder is a study's."""
-    places = [folder / name for name in (JOURNAL, SETTINGS)]
-    return all(os.path.isfile(place) and not os.path.islink(place) for place in places)
-
-
-def load_study(folder: str | Path) -> StudyTable:
-    """Read the study in a folder: finished, running or killed. Nothing is written.
-
-    Raises:
-        ReadError: it is not a study's folder, or one of its files is malformed.
-        ImportError: optuna is not installed.
-    """
-    place = Path(folder)
-    if not is_study(place):
-        raise ReadError(f"{place} is not the folder of a study (no {JOURNAL} or {SETTINGS})")
-    problems: list[str] = []
-    search, result = (read_mapping(place / name, problems) for name in (SETTINGS, RESULT))
-    with reraise_as(ImportError, "reading a study needs: pip install 'atomrl[tune]'", ImportError):
-        import optuna
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
-
-    try:
-        storage = JournalStorage(JournalFileBackend(str(place / JOURNAL)))
-        study = optuna.load_study(study_name=STUDY_NAME, storage=storage)
-        trials = [_row(trial) for trial in study.get_trials(deepcopy=False)]
-        importance = _importance(study)
-    except (LookupError, ValueError, TypeError, AttributeError, AssertionError, OSError) as error:
-        raise ReadError(f"{place / JOURNAL} cannot be read: {error}") from None
-    window, space = search.get("window") or 1, search.get("space") or {}
-    if not isinstance(window, int) or not _is_mapping_of(space, dict | list):
-        raise ReadError(
-            f"{place / SETTINGS}: window is not an integer, or space is not a mapping of choices and ranges"
-        )
-    if not isinstance(result.get("seeds") or [], list) or not _is_mapping_of(result.get("finals") or {}, list):
-        raise ReadError(f"{place / RESULT}: seeds is not a list, or finals is not a mapping of lists")
-    return StudyTable(
-        metric=str(search.get("metric", "")), window=window, space=space, trials=trials, importance=importance,
-        result=result, problems=problems,
-    )  # fmt: skip
-
-
-def _is_mapping_of(value: Any, kind: type | UnionType) -> bool:
-    return isinstance(value, dict) and all(isinstance(one, kind) for one in value.values())
-
-
-def _row(trial: Any) -> TrialRow:
-    reported = {int(place): float(value) for place, value in sorted(trial.intermediate_values.items())}
-    value = trial.value
-    if value is None and trial.state.name != "FAIL":  # what a failed or invalid one reported is no value
-        value = next(reversed(reported.values()), None)
-    return TrialRow(
-        number=trial.number, state=trial.state.name.lower(), value=value, reported=reported,
-        params={key: _plain(value, trial.distributions[key]) for key, value in trial.params.items()},
-        seconds=trial.user_attrs.get(SECONDS),
-    )  # fmt: skip
-
-
-def _plain(value: Any, distribution: Any) -> Any:
-    """Return a parameter's value; choices are stored as JSON (`Space.suggest`)."""
-    return json.loads(value) if hasattr(distribution, "choices") else value
-
-
-def _importance(study: Study) -> dict[str, float]:
-    from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
-    from optuna.trial import TrialState
-
-    done = study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
-    if len(done) < MIN_TRIALS or len({trial.value for trial in done}) < 2:
-        return {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the evaluator is marked experimental
-        shares = get_param_importances(study, evaluator=PedAnovaImportanceEvaluator())
-    return {key: float(share) for key, share in shares.items()}
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Compare two groups of runs with several seeds: 95% intervals, and how many seeds a clear difference needs.
-
 MOST_SEEDS = 1000
+WINDOW = 10
+"""Number of last steps that are averaged; a single step is noisy."""
+NAMED, MOST_PAIRS = 3, 10
+"""Maximum number of settings in a group's name, and of pairs of groups that are compared."""
+JUDGED_BY = re.compile(
+    r"data\.(?!train(_size)?$)|eval\.(temperature|top_[pk])$|reward\.functions\[0\]\.(function|args)"
+)
+"""Settings that define the held-out accuracy: the problems, the sampling, and the first reward."""
+CELL = 28
+"""Maximum width of a config value in the table."""
+LAST = {
+    "reward": ("critic/score/mean",),
+    "margin": ("rewards/margins",),
+    "loss": ("sft/nll_per_token", "reward_model/loss", "train/loss"),
+    "length": ("response_length/mean",),
+    "entropy": ("actor/entropy",),
+    "seconds/step": ("timing_s/step",),
+}
+"""Column -> metrics. The first one that a run has is shown, as a mean over the last steps."""
+HELD_OUT_LOSSES = ("eval/nll_per_token", "val/loss")
+NOT_SETTINGS = {*WHERE, "seed"}
+"""Keys that may differ within a group."""
 
 
 @dataclass(frozen=True)
@@ -225,30 +108,6 @@ def half_width(values: Sequence[float]) -> float:
     if len(values) < 2:
         return math.inf
     return float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
-
-
-WINDOW = 10
-"""Number of last steps that are averaged; a single step is noisy."""
-NAMED, MOST_PAIRS = 3, 10
-"""Maximum number of settings in a group's name, and of pairs of groups that are compared."""
-JUDGED_BY = re.compile(
-    r"data\.(?!train(_size)?$)|eval\.(temperature|top_[pk])$|reward\.functions\[0\]\.(function|args)"
-)
-"""Settings that define the held-out accuracy: the problems, the sampling, and the first reward."""
-CELL = 28
-"""Maximum width of a config value in the table."""
-LAST = {
-    "reward": ("critic/score/mean",),
-    "margin": ("rewards/margins",),
-    "loss": ("sft/nll_per_token", "reward_model/loss", "train/loss"),
-    "length": ("response_length/mean",),
-    "entropy": ("actor/entropy",),
-    "seconds/step": ("timing_s/step",),
-}
-"""Column -> metrics. The first one that a run has is shown, as a mean over the last steps."""
-HELD_OUT_LOSSES = ("eval/nll_per_token", "val/loss")
-NOT_SETTINGS = {*WHERE, "seed"}
-"""Keys that may differ within a group."""
 
 
 @dataclass(frozen=True)
@@ -531,161 +390,3 @@ def _range(column: Column, group: Sequence[int]) -> str:
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Plots of the curves of one or several runs.
-
-Points = list[tuple[int, float]]
-PANELS, PARTS = 4, 5
-"""Maximum number of panels, and of reward parts in a panel."""
-HELD_OUT = ("Accuracy", "Completion length (tokens)", "Margin of preferences", "Loss (nats per token)")
-"""Panels whose further lines are held-out data; those of the reward panel are its parts."""
-
-
-def draw_curves(run: Path | Run | Sequence[Path | Run], out: Path | None = None) -> Path:
-    """Plot `metrics.jsonl` of one or several runs, a colour per run.
-
-    Args:
-        run: folders, or runs that have been read.
-
-    Returns:
-        Path of the image: `out`, else `curves.png` in the run's folder (one run) or the working directory (several).
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        ReadError: the run has no metrics.
-    """
-    runs = [*map(with_metrics, [run] if isinstance(run, Path | Run) else run)]
-    drawn = panels(runs[0]) if len(runs) == 1 else compared(runs)
-    message = "plotting needs matplotlib: pip install 'atomrl[plot]'"
-    with reraise_as(ImportError, message, ImportError):
-        from matplotlib.figure import Figure
-
-    names = run_names([each.path for each in runs])
-    figure = Figure(figsize=(10, 6.4), dpi=150, layout="constrained")
-    figure.suptitle(", ".join(names), x=0.012, ha="left", fontweight="bold")
-    axes = list(figure.subplots(2, 2).flat)
-    for axis, (title, lines) in zip(axes, drawn.items(), strict=False):
-        _draw_panel(axis, title, lines, names)
-    for axis in axes[len(drawn) :]:
-        axis.set_axis_off()
-    out = out or (runs[0].path if len(runs) == 1 else Path()) / "curves.png"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out)
-    return out
-
-
-def run_names(runs: Sequence[Path]) -> list[str]:
-    """Return the folders' names, or their paths if two names are equal."""
-    names = [run.resolve().name for run in runs]
-    return names if len(set(names)) == len(names) else [str(run) for run in runs]
-
-
-def compared(runs: Sequence[Run]) -> dict[str, dict[str, Points]]:
-    """Return the panels of several runs. A line's label is `RUN`, or `RUN, held-out` (the first data source)."""
-    merged: dict[str, dict[str, Points]] = {}
-    names = run_names([run.path for run in runs])
-    for name, run in zip(names, runs, strict=True):
-        for title, lines in panels(run).items():
-            panel = merged.setdefault(title, {})
-            held_out = [line for label, line in lines.items() if label != "train" and title in HELD_OUT]
-            panel |= {name: lines["train"]} | ({f"{name}, held-out": held_out[0]} if held_out else {})
-    return dict(list(merged.items())[:PANELS])
-
-
-def with_metrics(run: Path | Run) -> Run:
-    """Read the run in a folder, unless it has been read.
-
-    Raises:
-        ReadError: it has no metrics.
-    """
-    run = run if isinstance(run, Run) else Run(run)
-    if not len(run.metrics.steps) and not len(run.evaluations.steps):
-        raise ReadError(f"no metrics in {run.path} (looked for metrics.jsonl); is it the folder of a run?")
-    return run
-
-
-def panels(run: Run) -> dict[str, dict[str, Points]]:
-    """Return title -> label -> points of the first `PANELS` panels that a run has data for, most important first."""
-    accuracy = {"train": points(run, "train/accuracy") or points(run, "rewards/accuracies")}
-    keys = dict.fromkeys([*run.metrics, *run.evaluations])
-    held_out = accuracies(keys)
-    for source, key in held_out.items():
-        accuracy["held-out" if source == "all" or len(held_out) == 1 else source] = points(run, key)
-    score = points(run, "critic/score/mean")
-    means = [key for key in keys if key.startswith("reward/") and key.endswith("/mean")][:PARTS]
-    parts = {key.removeprefix("reward/").removesuffix("/mean"): points(run, key) for key in means}
-    loss = points(run, "train/loss") or points(run, "sft/nll_per_token") or points(run, "actor/pg_loss")
-    margin = {"train": points(run, "rewards/margins"), "held-out": points(run, "eval/preference_margin")}
-    length = {"train": points(run, "response_length/mean"), "held-out": points(run, "val-aux/response_length/mean")}
-    every = {
-        "Reward": {"train": score} | (parts if score and len(parts) > 1 else {}),
-        "Accuracy": accuracy,
-        "Completion length (tokens)": length if score else {},
-        "Entropy (nats per token)": {"train": points(run, "actor/entropy")},
-        "Margin of preferences": margin,
-        "Loss (nats per token)": {"train": loss, "held-out": points(run, "val/loss")} if not score else {},
-        "Gradient norm": {"train": points(run, "actor/grad_norm")},
-        "Learning rate": {"train": points(run, "actor/lr")},
-        "Tokens per second": {"train": points(run, "perf/throughput")},
-    }
-    panels = {title: lines for title, lines in every.items() if any(lines.values())}
-    return dict(list(panels.items())[:PANELS])
-
-
-def points(run: Run, key: str) -> Points:
-    """Return the (step, value) pairs of a metric, from training steps and evaluations."""
-    tables = (run.metrics.points(key), run.evaluations.points(key))
-    return sorted((int(step), float(value)) for table in tables for step, value in zip(*table, strict=True))
-
-
-def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Return the running mean over up to `window` values, each with those before it.
-
-    Example:
-        >>> smooth([0.0, 1.0, 2.0], 2)
-        [0.0, 0.5, 1.5]
-    """
-    sums = np.convolve(values, np.ones(window))[: len(values)]
-    means: list[float] = (sums / np.minimum(np.arange(1, len(values) + 1), window)).tolist()
-    return means
-
-
-def thinned(line: Points, stretches: int = 1000) -> Points:
-    """Return the lowest, the highest and the last point of each stretch of a long line, in order. More would not be
-    seen in an image, and matplotlib would search long for a place of the legend.
-
-    Example:
-        >>> thinned([(1, 0.0), (2, 9.0), (3, 1.0), (4, 2.0), (5, 3.0)], stretches=1)
-        [(1, 0.0), (2, 9.0), (5, 3.0)]
-    """
-    if len(line) <= 3 * stretches:
-        return line
-    size = -(-len(line) // stretches)
-    parts = [line[at : at + size] for at in range(0, len(line), size)]
-    ends = [{min(part, key=itemgetter(1)), max(part, key=itemgetter(1)), part[-1]} for part in parts]
-    return [point for each in ends for point in sorted(each)]
-
-
-def _draw_panel(axis: Any, title: str, lines: dict[str, Points], runs: Sequence[str]) -> None:
-    several = len(runs) > 1
-    for number, (label, line) in enumerate((label, line) for label, line in lines.items() if line):
-        held_out = label.endswith("held-out") or (title == "Accuracy" and label != "train" and not several)
-        color = f"C{runs.index(label.removesuffix(', held-out')) if several else number}"
-        steps, values = [step for step, _ in line], [value for _, value in line]
-        if len(line) >= 40 and not held_out:  # noisy: raw values in a light colour, the running mean on top
-            axis.plot(*zip(*thinned(line), strict=True), color=color, alpha=0.25, linewidth=0.9)
-            line = thinned([*zip(steps, smooth(values, max(5, len(line) // 25)), strict=True)])
-            steps, values = [step for step, _ in line], [value for _, value in line]
-        marker = "o" if held_out or len(line) < 12 else None
-        style = "--" if held_out and several else "-"
-        label = f"{label}  {values[-1]:.3g}"  # the legend has the last values
-        axis.plot(steps, values, color=color, label=label, marker=marker, markersize=4, linestyle=style)
-    axis.set_title(title, loc="left")
-    axis.set_xlabel("step")
-    axis.grid(axis="y", alpha=0.4)
-    axis.spines[["top", "right"]].set_visible(False)
-    if title == "Accuracy":
-        axis.set_ylim(-0.02, 1.05)
-    axis.legend(frameon=False)

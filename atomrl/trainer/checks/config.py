@@ -12,26 +12,23 @@ import torch
 from atomrl.common.errors import reraise_as
 from atomrl.common.secrets import check_unmasked, register_secrets
 from atomrl.config import ConfigError, RunConfig
-from atomrl.models.gpt import new_gpt, unsupported
+from atomrl.models.decoder_spec import unsupported
+from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import load_tokenizer, model_config_only, resolve_folder
 from atomrl.models.lora import refuse_adapted, target_names
 from atomrl.models.memory import empty_model
 from atomrl.models.quantized import linears
-from atomrl.models.reward_model import is_classifier
+from atomrl.models.scalar import is_classifier
 from atomrl.models.shapes import is_whole, text_config, tower_weights
 from atomrl.models.transformers_model import check_causal, check_trainable
 from atomrl.models.vision import why_no_images
 from atomrl.protocols import Algorithm, needs_teacher
-from atomrl.tracking.doctor.rules import EVALUATED
+from atomrl.tracking.doctor.findings import EVALUATED
 from atomrl.trainer.build import device_name, rank_total, ranked_kind
 from atomrl.trainer.checks.engine import check_engine_beside
 from atomrl.trainer.cluster import cluster_roles
 
 log = logging.getLogger(__name__)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Config, models, optimizer and ranks.
 
 
 def check_secrets(config: RunConfig) -> None:

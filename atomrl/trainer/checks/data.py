@@ -8,7 +8,7 @@ from atomrl.common.errors import reraise_as
 from atomrl.config import ConfigError, RunConfig
 from atomrl.data.files import DataError
 from atomrl.data.images import ImageStore
-from atomrl.data.problems import COMPLETIONS
+from atomrl.data.messages import COMPLETIONS
 from atomrl.data.tasks import is_generator
 from atomrl.models.loading import model_config_only
 from atomrl.models.vision import why_no_images
@@ -16,7 +16,7 @@ from atomrl.objectives import PolicyObjective
 from atomrl.objectives.choice import Custom
 from atomrl.pool.store import RolloutPool
 from atomrl.protocols import Algorithm, needs_teacher
-from atomrl.trainer.build import ENGINES, engine_class, model_path, ranked_kind, train_sampling
+from atomrl.trainer.build import engine_class, model_path, ranked_kind, why_no_pictures
 from atomrl.trainer.own_functions.random_rows import random_rows, with_inputs
 from atomrl.types import Problem
 
@@ -66,22 +66,8 @@ def check_image_engine(config: RunConfig, images: ImageStore | None) -> None:
         with reraise_as(ConfigError, "environment.images", DataError):
             _ = images.reader.processor
     engine, _ = engine_class(config.rollout, model_path(config), config.model)
-    if not engine.supports_images:
-        others = " or ".join(name for name, kind in ENGINES.items() if kind.supports_images)
-        raise ConfigError(
-            f"rollout.engine={config.rollout.engine}: {engine.__name__} does not take pictures, and the run has "
-            f"some: use rollout.engine={others}"
-        )
-    if engine.package and config.cluster is not None:
-        raise ConfigError(
-            f"cluster: {engine.__name__} takes pictures in the trainer's process alone; use rollout.engine=hf, or "
-            "remove cluster"
-        )
-    if not config.rollout.server:
-        with reraise_as(ConfigError, f"rollout.engine={config.rollout.engine}, with pictures", ImportError):
-            engine.check_version(engine.images_version)
-    if reason := engine.image_refusal(train_sampling(config)):
-        raise ConfigError(f"rollout.{reason}")
+    if reason := why_no_pictures(engine, config):
+        raise ConfigError(reason)
 
 
 def check_images(config: RunConfig, images: ImageStore | None, algorithm: Algorithm, path: str | None) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from atomrl.common.errors import reraise_as
 from atomrl.config import ConfigError, RolloutConfig, RunConfig
-from atomrl.engines.requests import eos_token_ids
+from atomrl.engines.stop_rule import eos_token_ids
 from atomrl.models.loading import base_path, model_config_only, resolve_folder
 from atomrl.protocols import RolloutEngine
 from atomrl.trainer.build import ENGINES, device_name, engine_class, model_path, train_sampling

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from atomrl.common.hangs import phase as name_phase
 from atomrl.common.metrics import values
-from atomrl.models.memory import memory_metrics
+from atomrl.models.process_memory import memory_metrics
 
 
 class Stopwatch:

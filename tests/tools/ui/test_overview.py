@@ -18,7 +18,7 @@ from atomrl.tools.ui.rollouts import BadQuestion, before_after, glimpse, page
 from atomrl.tracking.doctor import RULES
 from atomrl.tracking.reading import Run
 from atomrl.tracking.reading.rollouts import RolloutIndex
-from atomrl.tracking.reading.run import FIRST_STEP_S, SILENCE_S, WRITTEN, silence
+from atomrl.tracking.reading.state import FIRST_STEP_S, SILENCE_S, WRITTEN, silence
 from tests.tools.ui.made import log_evaluation, log_step, make_run
 
 
@@ -114,7 +114,7 @@ def test_rewards_that_are_not_right_or_wrong_are_called_reward(run):
 
 def test_a_run_that_hangs_is_distinguished(run, monkeypatch):
     monkeypatch.setattr(catalog, "is_locked", lambda _: True)
-    monkeypatch.setattr("atomrl.tracking.reading.run.is_locked", lambda _: True)
+    monkeypatch.setattr("atomrl.tracking.reading.state.is_locked", lambda _: True)
     entry = Catalog(run.parent).entry(catalog.id_of("run"))
     of = Catalog(run.parent).card
     before, lively = entry.current_stamp(), of(entry)

@@ -14,7 +14,7 @@ import pytest
 
 from atomrl.cli.runs import add_ui
 from atomrl.tools.ui.server import CSP, Guard, is_loopback
-from atomrl.tracking.reading.run import LOG
+from atomrl.tracking.reading.state import LOG
 from tests.tools.ui.made import Client, make_run, serving
 
 for package in ("starlette", "orjson", "uvicorn"):

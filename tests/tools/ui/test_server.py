@@ -24,7 +24,7 @@ from atomrl.tools.ui.compare import band, combine, run_data
 from atomrl.tools.ui.new_run import FOLDER, Launcher, LaunchError
 from atomrl.tools.ui.server import Watcher
 from atomrl.tracking.reading import MetricTable, Run
-from atomrl.tracking.reading.run import LOG, Home
+from atomrl.tracking.reading.state import LOG, Home
 from tests.tiny_vision import make_tiny_vision_model
 from tests.tools.ui.made import log_step, make_run, serving
 

@@ -9,7 +9,7 @@ import pytest
 from atomrl.data.rows import to_rows
 from atomrl.tools.ui.rollouts import group, token_numbers, token_places, tokens
 from atomrl.tracking.reading import load_run
-from atomrl.tracking.reading.rollouts import TokenTable
+from atomrl.tracking.reading.token_records import TokenTable
 from atomrl.types import Episode, Problem, Segment, Trajectory, Turn
 from tests.tools.ui.made import make_run, record_tokens
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from atomrl.cli.main import main
-from atomrl.tracking.doctor.hacks import quote
+from atomrl.tracking.doctor.quotes import quote
 from atomrl.trainer.report.texts import repeats, text_metrics
 from atomrl.types import Problem, Segment, Trajectory
 from tests.tracking.doctor.test_rules import SICK, rows

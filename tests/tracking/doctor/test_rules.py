@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from atomrl.config import known_keys
 from atomrl.tracking.doctor import FIRST_ROWS, LAST_ROWS, RULES, Doctor, diagnose
-from atomrl.tracking.doctor.hacks import quote
+from atomrl.tracking.doctor.quotes import quote
 from tests.config_keys import config_keys
 
 ROOT = Path(__file__).parents[3]

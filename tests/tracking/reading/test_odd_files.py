@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from atomrl.tracking.reading import MetricTable, find_runs
-from atomrl.tracking.reading.comparison import is_study, load_study
 from atomrl.tracking.reading.lines import ReadError, read_mapping
 from atomrl.tracking.reading.rollouts import RolloutIndex
+from atomrl.tracking.reading.studies import is_study, load_study
 from tests.tracking.reading.folders import write_run
 
 

@@ -15,7 +15,8 @@ import pytest
 from atomrl import load_run
 from atomrl.common.files import write_text
 from atomrl.tracking.reading import MetricTable, find_runs
-from atomrl.tracking.reading.lines import GrowingFile, ReadError, acquire_lock, is_locked, read_metrics
+from atomrl.tracking.reading.lines import GrowingFile, ReadError, read_metrics
+from atomrl.tracking.reading.lock import acquire_lock, is_locked
 from atomrl.tracking.reading.rollouts import LOWER, TEXTS, RolloutFilter, RolloutIndex
 from atomrl.tracking.reading.run import config_differences
 
@@ -218,7 +219,7 @@ def test_runs_are_found_and_what_is_inside_them_is_not(tmp_path):
 
 def test_the_lock_tells_whether_a_run_is_running(tmp_path):
     folder = make_run(tmp_path / "one")
-    code = "from atomrl.tracking.reading.lines import acquire_lock; from pathlib import Path; "
+    code = "from atomrl.tracking.reading.lock import acquire_lock; from pathlib import Path; "
     code += f"acquire_lock(Path({str(folder)!r}))"
     code += "; print('held', flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -243,7 +244,7 @@ def test_without_locks_a_run_counts_as_running_until_it_is_silent(tmp_path, monk
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / ".lock").write_text(f"process {os.getpid()} on {os.uname().nodename}\n")
     assert load_run(tmp_path).state.status == "failed"
-    monkeypatch.setattr("atomrl.tracking.reading.run.LOCKS_ANSWER", False)
+    monkeypatch.setattr("atomrl.tracking.reading.state.LOCKS_ANSWER", False)
     assert load_run(tmp_path).state.status == "running"
 
 
@@ -299,7 +300,7 @@ def test_configs_that_differ():
 
 def test_asking_after_a_lock_never_stands_in_its_way(tmp_path):
     folder = make_run(tmp_path / "one")
-    asking = "from atomrl.tracking.reading.lines import is_locked; from pathlib import Path\nprint(flush=True)\n"
+    asking = "from atomrl.tracking.reading.lock import is_locked; from pathlib import Path\nprint(flush=True)\n"
     asking += f"while True: is_locked(Path({str(folder)!r}))"
     taking = "import fcntl, os, time\nend = time.monotonic() + 2\nwhile time.monotonic() < end:\n"
     taking += f"    handle = os.open({str(folder / '.lock')!r}, os.O_RDWR | os.O_CREAT)\n"

@@ -1,0 +1,1 @@
+"""Train with Megatron Core: tensor, pipeline and expert parallelism."""
