@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from atomrl.config import DataConfig
+from atomrl.data.checks import check_data, first_rows
 from atomrl.data.curriculum import PromptStream
 from atomrl.data.files import DataError
 from atomrl.data.given import demonstration_reader
@@ -257,3 +258,17 @@ def test_demonstrations_have_pictures_in_any_turn_of_others(load):
     assert text == "A<|im_end|>B <image><|im_end|>"
     cut = TokenizedSamples(report, load.processor, "demonstrations", max_row_tokens=45)
     assert [problem.problem_id for problem in cut.problems] == ["train.jsonl:2"]
+
+
+def test_a_check_names_the_pictures_of_the_row_that_it_shows(load, tmp_path):
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    (tmp_path / "two.png").write_bytes(encoded(picture(2, 300, 150), exif=turned))
+    report = load(ROW | {"images": ["one.png", "two.png"]}, *[ROW | {"prompt": str(k)} for k in range(4)])
+    said = check_data(tmp_path / "train.jsonl").text()
+    assert f"first picture: {tmp_path / 'one.png'}, 56 x 56 pixels\n" in said
+    assert f"first picture: {tmp_path / 'two.png'}, 150 x 300 pixels\n" in said
+    first, second, third = first_rows(report.problems, load.store)
+    small = [Image.open(io.BytesIO(base64.b64decode(each["thumbnail"]))) for each in first["images"]]
+    assert [(each.format, each.size) for each in small] == [("PNG", (56, 56)), ("PNG", (48, 96))]
+    assert (second, third) == ({"prompt": "0", "images": []}, {"prompt": "1", "images": []})
