@@ -41,7 +41,7 @@ def main(folder: Path) -> None:
     figure = plt.figure(figsize=(12, 4.2), layout="constrained")
     left, right = figure.subfigures(1, 2, width_ratios=(1.25, 1))
     for axis, old, new in zip(left.subplots(2, SHOWN // 2).flat, before, after, strict=True):
-        axis.imshow(Image.open(first / old["images"][0]), interpolation="nearest")
+        axis.imshow(Image.open(first / "inputs" / "images" / old["images"][0]), interpolation="nearest")
         axis.set(xticks=[], yticks=[])
         lines = [f"before: {old['completion']}", f"after: {new['completion']}"]
         axis.set_title("\n".join(lines), fontsize=9, loc="left")

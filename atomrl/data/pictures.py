@@ -113,9 +113,13 @@ def opened(content: bytes) -> Any:
     if not content:
         raise DataError("the picture is empty (0 bytes)")
     formats = sorted({*SUFFIXES} - {"MPO"})  # that of many phones is found as a JPEG
-    with reraise_as(DataError, f"not a picture that can be read (formats: {', '.join(formats)})", Exception):
+    try:
         module.init()
         picture = module.open(io.BytesIO(content), formats=formats)
+    except module.DecompressionBombError:
+        raise DataError(f"the picture has more than {MOST_PIXELS:,} pixels; make it smaller") from None
+    except Exception:  # decoders raise many kinds, and Pillow's message names an object in memory
+        raise DataError(f"not a picture that can be read (formats: {', '.join(formats)})") from None
     width, height = picture.size
     if width * height > MOST_PIXELS:
         raise DataError(f"the picture has {width} x {height} pixels, more than {MOST_PIXELS:,}; make it smaller")
