@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from atomrl.config import PoolConfig
-from atomrl.types import Episode, Problem, RaggedIds, RewardFailure, Segment, Trajectory, Turn
+from atomrl.types import Episode, Image, Problem, RaggedIds, RewardFailure, Segment, Trajectory, Turn
 
 
 def group(
@@ -101,12 +101,15 @@ def rich_episode() -> Episode:
             text="é\ud800",
             reply="<i>ß</i>",
             sees_from=1,
+            images=(Image(name="ab.png", height=2, width=3, source="a", folder="f"),),
         ),
         Turn(model_tokens=0),
     )
+    pictures = (Image(name="cd.png", height=4, width=5),)
     return Episode(
-        turns=turns, ended="failed", opening_tokens=3, opening="go", outcome=-0.5, failure="crash", message="exit 3"
-    )
+        turns=turns, ended="failed", opening_tokens=3, opening="go", outcome=-0.5, failure="crash", message="exit 3",
+        opening_images=pictures,
+    )  # fmt: skip
 
 
 class Clock:

@@ -11,12 +11,12 @@ from atomrl.batches import select_rows
 from atomrl.config import EnvironmentConfig
 from atomrl.data.rows import to_rows
 from atomrl.engines.episodes import EpisodeEngine
+from atomrl.engines.generation import generate
 from atomrl.engines.hf import HFEngine
-from atomrl.engines.requests import generate
 from atomrl.environments.worker import EpisodeError
 from atomrl.models.vision import Vision
 from atomrl.pool.codec import decode, encode
-from atomrl.pool.store import export_rows, trajectory_of
+from atomrl.pool.exports import export_rows, trajectory_of
 from atomrl.types import Problem, Prompt, Reply, SamplingParams
 from tests.tiny_vision import FAMILIES, IMAGE, START, STOP
 from tests.vision.test_conformance import Case
