@@ -64,6 +64,7 @@ def plan_for_machine(arguments: argparse.Namespace, report: dict[str, Any]) -> i
     """Plan for this machine. Adds the numbers to `report`."""
     from atomrl.cli.training import dry_run_sections, print_section
     from atomrl.config import load_config
+    from atomrl.data.checks import first_rows
     from atomrl.data.files import DataNotHere
     from atomrl.models.loading import ModelNotHere
     from atomrl.planner.forecast import forecast, signal
@@ -81,6 +82,8 @@ def plan_for_machine(arguments: argparse.Namespace, report: dict[str, Any]) -> i
     try:
         prepared = prepare_run(config)
         print(*prepared.describe_batch(), sep="\n")
+        if arguments.json:
+            report["rows"] = first_rows(prepared.problems, prepared.images)
     except (ModelNotHere, DataNotHere) as absent:
         if arguments.probe or arguments.signal is not None:
             raise

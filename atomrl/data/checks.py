@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from atomrl.data.files import DataError, RawRow, error_list
 from atomrl.data.given import demonstration_reader, preference_reader
 from atomrl.data.images import ImageStore
 from atomrl.data.messages import COMPLETIONS, PromptContent
+from atomrl.data.pictures import thumbnail
 from atomrl.data.problems import problem_reader, read_source, to_problems
 from atomrl.data.stored import repeated
 from atomrl.data.tasks import normalise_content
@@ -28,7 +30,33 @@ RUNS = {
     PREFERENCES: "preferences or a reward model (algorithm.name=dpo, reward_model, ...)",
 }
 """Kind of rows -> the runs that use it."""
+SHOWN = 3
+"""Rows of `first_rows`, and pictures of each."""
+CHARACTERS = 400
 _QUANTILES = {0: "shortest", 50: "median", 90: "90%", 99: "99%", 100: "longest"}
+
+
+def first_rows(problems: Sequence[Problem], images: ImageStore | None) -> list[dict[str, Any]]:
+    """Return the first rows as a page shows them: `prompt`, and `images`, each with its `source`, `width`, `height` and
+    `thumbnail` (a PNG in base64)."""
+    rows = []
+    for problem in problems[:SHOWN]:
+        pictures = [
+            {
+                "source": image.source, "width": image.width, "height": image.height,
+                "thumbnail": base64.b64encode(thumbnail(images.content(image.name))).decode(),
+            }
+            for image in (problem.images[:SHOWN] if images else ())
+        ]  # fmt: skip
+        rows.append({"prompt": _plain(problem.prompt)[:CHARACTERS], "images": pictures})
+    return rows
+
+
+def _plain(prompt: PromptContent) -> str:
+    """Return the text of a prompt; messages begin with their role."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +95,7 @@ class DataReport:
             lengths = sorted(len(p) if isinstance(p, str) else sum(len(turn["content"]) for turn in p) for p in prompts)
             shown = {"prompt": _words(first.prompt)} | _answers(self.kind, first)
             lines += [f"first {name}: {str(value)[:200]!r}" for name, value in shown.items()]
+            lines += [f"first picture: {each.source}, {each.width} x {each.height} pixels" for each in first.images]
             at = [f"{name} {lengths[min(len(lengths) * q // 100, len(lengths) - 1)]}" for q, name in _QUANTILES.items()]
             lines.append("prompt characters: " + ", ".join(at))
         if self.kind == PROBLEMS and self.problems:

@@ -161,8 +161,8 @@ def check_used(
             if images:
                 raise DataError(f"the prompt has {found[0]}; write {PLACE} where a picture is")
             raise DataError(
-                f"the prompt has {found[0]}, the place of a picture, a film or sound, and the row has no picture that "
-                "the model reads: add it (`images`, with a model that reads pictures), or remove the place, or the row"
+                f"the prompt has {found[0]}, the place of a picture, a film or sound, and the row has no pictures, or "
+                "the run reads text alone: remove it, or the row"
             )
     holders = [("column", row), *(("key", message) for message in given)]
     for what, holder in holders:

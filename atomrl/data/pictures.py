@@ -16,6 +16,7 @@ SUFFIXES = {"PNG": "png", "JPEG": "jpg", "MPO": "jpg", "WEBP": "webp", "GIF": "g
 """Formats that are read, by Pillow's name, and the suffixes of their files in the run's folder."""
 STARTS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "Qk0")
 """First characters of PNG, JPEG, GIF, WebP and BMP files in base64."""
+THUMBNAIL = 96
 MOST_PIXELS = 100_000_000
 """Most pixels of a picture: decoded, it takes three bytes for each."""
 
@@ -94,6 +95,14 @@ def decoded(content: bytes) -> Any:
     return picture.convert("RGB")
 
 
+def thumbnail(content: bytes) -> bytes:
+    """Return a picture, decoded, as a PNG with at most `THUMBNAIL` pixels a side."""
+    picture, file = decoded(content), io.BytesIO()
+    picture.thumbnail((THUMBNAIL, THUMBNAIL))
+    picture.save(file, "PNG")
+    return file.getvalue()
+
+
 def opened(content: bytes) -> Any:
     """Open a picture without decoding it.
 
@@ -104,9 +113,13 @@ def opened(content: bytes) -> Any:
     if not content:
         raise DataError("the picture is empty (0 bytes)")
     formats = sorted({*SUFFIXES} - {"MPO"})  # that of many phones is found as a JPEG
-    with reraise_as(DataError, f"not a picture that can be read (formats: {', '.join(formats)})", Exception):
+    try:
         module.init()
         picture = module.open(io.BytesIO(content), formats=formats)
+    except module.DecompressionBombError:
+        raise DataError(f"the picture has more than {MOST_PIXELS:,} pixels; make it smaller") from None
+    except Exception:  # decoders raise many kinds, and Pillow's message names an object in memory
+        raise DataError(f"not a picture that can be read (formats: {', '.join(formats)})") from None
     width, height = picture.size
     if width * height > MOST_PIXELS:
         raise DataError(f"the picture has {width} x {height} pixels, more than {MOST_PIXELS:,}; make it smaller")

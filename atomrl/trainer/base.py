@@ -39,6 +39,7 @@ from atomrl.trainer.cluster_report import describe_cluster
 from atomrl.trainer.loop import Callback, Progress, Training, fit
 from atomrl.trainer.memory import memory_estimate, rank_choices
 from atomrl.trainer.report.metrics import why_no_update
+from atomrl.types import Problem
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +139,8 @@ class PreparedRun(ABC):
     """The keys of the config as it was loaded."""
     images: ImageStore | None = None
     """Pictures of the data; None: the model reads text alone."""
+    problems: Sequence[Problem] = ()
+    """Rows to train on; none where the data are plain text."""
 
     @property
     @abstractmethod

@@ -112,6 +112,7 @@ class CompletionRun(PreparedRun):
             self._tokenized("eval") if config.data.eval is not None else None
         )  # usually the smaller one, so its errors come sooner
         self.train = self._tokenized("train")
+        self.problems = self.train.problems
         check_held_out(config, self.train.problems, self.held_out.problems if self.held_out else [])
         check_images(config, self.images, self.algorithm, config.model.path)
         self.config = with_steps(config, len(self.train.units))

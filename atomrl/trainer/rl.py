@@ -332,6 +332,7 @@ class RLRun(PreparedRun):
         self.tokenizer, self.images, self.processor = encoder.tokenizer, encoder.images, encoder.processor
         self.held_out = load_split(encoder, "eval")  # usually the smaller one, so its errors come sooner
         self.train = load_split(encoder, "train")
+        self.problems = self.train.problems
         settings, problems, data = encoder.config.curriculum, self.train.problems, encoder.config.data
         self.curriculum = build_curriculum(
             settings, problems, encoder.config.seed, data.shuffle, self.algorithm.keeps_group

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from atomrl.config import DataConfig
+from atomrl.data.checks import check_data, first_rows
 from atomrl.data.curriculum import PromptStream
 from atomrl.data.files import DataError
 from atomrl.data.given import demonstration_reader
@@ -142,10 +143,13 @@ BAD = {
     "a_place_without_a_picture": ({"prompt": "<image>?"}, "the prompt has <image>, the place of a picture"),
     "no_file": ({"images": ["three.png"]}, "picture 1: {folder}/three.png cannot be read: No such file or directory"),
     "cut_short": ({"images": [url(ONE[:400])]}, "picture 1: the picture is damaged or cut short"),
-    "not_a_picture": ({"images": ["one.png", url(b"hello, this is text")]}, "picture 2: not a picture that can be"),
+    "not_a_picture": ({"images": ["one.png", url(b"hello, this is text")]},
+                      "picture 2: not a picture that can be read (formats: BMP, GIF, JPEG, PNG, TIFF, WEBP)"),
     "empty": ({"images": [url(b"")]}, "the picture is empty (0 bytes)"),
     "huge": ({"images": [url(encoded(Image.new("1", (20_000, 6_000))))]},
              "the picture has 20000 x 6000 pixels, more than 100,000,000"),
+    "far_too_huge": ({"images": [url(encoded(Image.new("1", (20_000, 10_000))))]},
+                     "the picture has more than 100,000,000 pixels; make it smaller"),
     "a_thin_line": ({"images": [url(encoded(Image.new("L", (1000, 2))))]}, "1000 x 2 pixels: absolute aspect ratio"),
     "animated": ({"images": [url(encoded(picture(1), "GIF", save_all=True, append_images=[picture(2)]))]},
                  "animated or has pages (2 frames)"),
@@ -257,3 +261,17 @@ def test_demonstrations_have_pictures_in_any_turn_of_others(load):
     assert text == "A<|im_end|>B <image><|im_end|>"
     cut = TokenizedSamples(report, load.processor, "demonstrations", max_row_tokens=45)
     assert [problem.problem_id for problem in cut.problems] == ["train.jsonl:2"]
+
+
+def test_a_check_names_the_pictures_of_the_row_that_it_shows(load, tmp_path):
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    (tmp_path / "two.png").write_bytes(encoded(picture(2, 300, 150), exif=turned))
+    report = load(ROW | {"images": ["one.png", "two.png"]}, *[ROW | {"prompt": str(k)} for k in range(4)])
+    said = check_data(tmp_path / "train.jsonl").text()
+    assert f"first picture: {tmp_path / 'one.png'}, 56 x 56 pixels\n" in said
+    assert f"first picture: {tmp_path / 'two.png'}, 150 x 300 pixels\n" in said
+    first, second, third = first_rows(report.problems, load.store)
+    small = [Image.open(io.BytesIO(base64.b64decode(each["thumbnail"]))) for each in first["images"]]
+    assert [(each.format, each.size) for each in small] == [("PNG", (56, 56)), ("PNG", (48, 96))]
+    assert (second, third) == ({"prompt": "0", "images": []}, {"prompt": "1", "images": []})

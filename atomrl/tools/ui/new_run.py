@@ -470,7 +470,7 @@ class Launcher:
 
         Returns:
             `text`; `fits`, None without a plan; `late`, True after a timeout; `problems`, the reasons not to start the
-            run, by key.
+            run, by key; `rows`, the first rows of the data.
         """
         key = text, str(home)
         if self._planned is None or self._planned[0] != key:
@@ -481,7 +481,7 @@ class Launcher:
         with tempfile.TemporaryDirectory() as place:
             config = Path(place, "config.yaml")
             config.write_text(text, encoding="utf-8")
-            command = [sys.executable, "-P", "-c", RUN, json.dumps(home.functions_in), "plan", str(config)]
+            command = [sys.executable, "-P", "-c", RUN, json.dumps(home.functions_in), "plan", str(config), "--json"]
             try:
                 done = subprocess.run(
                     command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, cwd=home.folder,
@@ -489,13 +489,14 @@ class Launcher:
                 )  # fmt: skip
             except subprocess.TimeoutExpired:
                 message = f"no plan within {PLAN_S:.0f} s; run atomrl plan in a terminal"
-                return {"text": message, "fits": None, "late": True, "problems": []}
-        output, fits = (done.stdout + done.stderr).strip(), {0: True, 1: False}.get(done.returncode)
+                return {"text": message, "fits": None, "late": True, "problems": [], "rows": []}
+        planned = json.loads(done.stdout) if done.stdout else {"text": []}  # nothing after an error
+        output, fits = "\n".join([*planned["text"], done.stderr]).strip(), {0: True, 1: False}.get(done.returncode)
         if fits is None:
             reasons = problems(refusals(done.stderr, str(config)))
         else:
             reasons = [] if fits else plan_problems(output)
-        return {"text": output, "fits": fits, "late": False, "problems": reasons}
+        return {"text": output, "fits": fits, "late": False, "problems": reasons, "rows": planned.get("rows", [])}
 
     def stop(self, folder: Path) -> dict[str, Any]:
         """Ask a run to end after its current step.

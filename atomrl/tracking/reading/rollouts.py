@@ -342,7 +342,7 @@ def _read_file(step: int, split: str, path: Path, identity: tuple[int, ...]) -> 
         texts_only=places[:, 4].astype(np.bool_),
         numbers={name: np.array([as_float(row.get(name)) for row in rows], np.float64) for name in NUMBERS},
         words={name: [sys.intern(str(row.get(name, ""))) for row in rows] for name in WORDS},  # few are different
-        prompts=_prompt_hashes([row.get("prompt") for row in rows]),
+        prompts=_prompt_hashes([_prompt_of(row) for row in rows]),
         faults=faults,
     )
 
@@ -378,6 +378,11 @@ def row_of(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) else None
+
+
+def _prompt_of(row: Mapping[str, Any]) -> Any:
+    """Return what makes a prompt the same as another: its text and, if it has any, its pictures."""
+    return [row.get("prompt"), row["images"]] if row.get("images") else row.get("prompt")
 
 
 def _prompt_hashes(prompts: Sequence[Any]) -> list[str]:

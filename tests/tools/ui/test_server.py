@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
+import io
 import json
 import os
 import shutil
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from atomrl.common.files import write_text
 from atomrl.config import parse_overrides
@@ -22,6 +25,7 @@ from atomrl.tools.ui.new_run import FOLDER, Launcher, LaunchError
 from atomrl.tools.ui.server import Watcher
 from atomrl.tracking.reading import MetricTable, Run
 from atomrl.tracking.reading.state import LOG, Home
+from tests.tiny_vision import make_tiny_vision_model
 from tests.tools.ui.made import log_step, make_run, serving
 
 for package in ("starlette", "orjson", "uvicorn"):
@@ -437,3 +441,21 @@ def test_a_variant_finds_the_functions_of_its_parent(tmp_path):
         assert refused.status == 409 and "no file ./own.py" in refused.json["detail"]
         response = client.post("/api/launches", {"yaml": text, "from": client.id_of("one")})
         assert response.status == 409 and "data.train_size" in response.json["detail"], "the function was found"
+
+
+@pytest.mark.slow
+def test_a_plan_shows_the_first_rows_with_their_pictures_made_small_and_drawn_anew(tmp_path):
+    make_tiny_vision_model(tmp_path / "model")
+    Image.new("RGB", (300, 150), "red").save(tmp_path / "red.jpg", comment=b"hunter2")
+    row = {"prompt": "<image>how many?", "images": ["red.jpg"], "ground_truth": "1"}
+    (tmp_path / "train.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    config = {"model": {"path": str(tmp_path / "model")}, "data": {"train": str(tmp_path / "train.jsonl")}}
+    config |= {"rollout": {"engine": "hf"}, "reward": {"functions": ["exact_match"]}, "run_name": "sees"}
+    plan = Launcher(tmp_path).plan(json.dumps(config), Home())
+    assert plan["fits"], plan["text"]
+    assert len(plan["rows"]) == 3
+    [image] = plan["rows"][0]["images"]
+    assert (image["source"], image["width"], image["height"]) == (str(tmp_path / "red.jpg"), 300, 150)
+    content = base64.b64decode(image["thumbnail"])
+    small = Image.open(io.BytesIO(content))
+    assert (small.format, small.size) == ("PNG", (96, 48)) and b"hunter2" not in content

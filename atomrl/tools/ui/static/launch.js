@@ -1,5 +1,5 @@
 // A new run: the config as a form and as YAML, checked while typing; its equation; whether it fits.
-import { html, get, post, link, useState, useEffect, useMemo, useRef, useKeys, Failure, Loading, visible } from "./lib.js";
+import { html, get, post, link, useState, useEffect, useMemo, useRef, useKeys, Failure, Loading, plainText, visible } from "./lib.js";
 import { t, inChinese } from "./i18n.js";
 import { wrong, written, valueAt, placeOf } from "./fields.js";
 
@@ -160,6 +160,13 @@ function Problems({ problems, find }) {
   return html`<ul class="problems">${problems.map((one) => html`<li><span aria-hidden="true">✕ </span>${one.key && html`<button class="quiet small" onClick=${() => find(one)}><code>${visible(one.key)}</code></button> `}${visible(one.message)}</li>`)}</ul>`;
 }
 
+/** A row of the data: its prompt, and its pictures made small. */
+function DataRow({ row }) {
+  const about = (image) => `${plainText(image.source)}, ${image.width} × ${image.height}`;
+  return html`<li>${row.images.length > 0 && html`<p class="pictures">${row.images.map((image) => html`<img src=${`data:image/png;base64,${image.thumbnail}`} alt=${about(image)} title=${about(image)} />`)}</p>`}
+    <pre class="text" tabindex="0">${visible(row.prompt)}</pre></li>`;
+}
+
 /** Review of the config before launch, with the plan. It can only be launched if it fits. */
 function Review({ draft, checked, from, close, found, setFound }) {
   const box = useRef(null);
@@ -197,6 +204,7 @@ function Review({ draft, checked, from, close, found, setFound }) {
       <div><dt>${t("memory")}</dt><dd role="status">${error && !found ? null : !found ? html`<span class="loading-inline">${t("planning")}</span>` : html`<span class=${found.fits ? "status finished" : found.late ? "warning" : "status failed"}><span aria-hidden="true">${found.fits ? "✓" : found.late ? "!" : "✕"}</span> ${t(found.fits ? "plan_fits" : found.late ? "plan_late" : found.fits === false ? "plan_does_not_fit" : "plan_failed")}</span>`}</dd></div></dl>
     ${found && !good && found.problems.length > 0 && html`<${Problems} problems=${found.problems} find=${() => box.current.close()} />`}
     ${found && html`<details open=${!good}><summary>${t("plan")}</summary><pre class="page" tabindex="0">${visible(found.text)}</pre></details>`}
+    ${found && found.rows.length > 0 && html`<h3>${t("first_rows")}</h3><ol class="history">${found.rows.map((row) => html`<${DataRow} row=${row} />`)}</ol>`}
     <h3>config.yaml</h3><pre class="page" tabindex="0" aria-label="config.yaml">${visible(draft.yaml)}</pre>
     <${Failure} error=${error} />
     <p class="faint">${t("run_goes_on")}</p>

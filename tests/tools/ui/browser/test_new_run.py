@@ -6,6 +6,7 @@ import json
 
 import pytest
 import yaml
+from PIL import Image
 
 from tests.tools.ui.browser.conftest import CONFIG, until
 from tests.tools.ui.made import make_run, serving
@@ -16,20 +17,31 @@ TEXT = "# Mine.\nrun_name: mine\n" + yaml.safe_dump(CONFIG, sort_keys=False)
 @pytest.fixture(scope="module")
 def client(browser, tmp_path_factory):
     from tests.tiny import make_tiny_model
+    from tests.tiny_vision import make_tiny_vision_model
 
     folder = tmp_path_factory.mktemp("new")
     make_tiny_model(folder / "model")
     rows = [{"prompt": f"{k}+1=", "ground_truth": str(k + 1)} for k in range(8)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "mine.yaml").write_text(TEXT)
+    make_tiny_vision_model(folder / "sees")
+    Image.new("RGB", (300, 150), "red").save(folder / "red.png")
+    row = {"prompt": "<image><b>how</b> many?", "images": ["red.png"], "ground_truth": "1"}
+    (folder / "seen.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    seeing = {
+        "model": {"path": "sees"},
+        "data": {"train": "seen.jsonl"},
+        "rollout": CONFIG["rollout"] | {"engine": "hf"},
+    }
+    (folder / "seeing.yaml").write_text(yaml.safe_dump({**CONFIG, "run_name": "sees", **seeing}))
     make_run(folder / "runs" / "old")
     with serving(folder / "runs", "--allow-launch", cwd=folder) as (client, _):
         yield client
 
 
-def opened(tab, client, **options):
-    """The page, started from the config in the working directory."""
-    [config] = [one["id"] for one in client.get("/api/starts").json["configs"] if one["name"] == "mine.yaml"]
+def opened(tab, client, name="mine.yaml", **options):
+    """The page, started from a config in the working directory."""
+    [config] = [one["id"] for one in client.get("/api/starts").json["configs"] if one["name"] == name]
     return tab(client, **options).open(f"/new?config={config}", ".field")
 
 
@@ -132,3 +144,12 @@ def test_six_sections_become_the_own_layout(tab, client):
     page.locator("#config").fill(json.dumps(six))
     until(lambda: field(page, "train.steps").input_value() == "7")
     assert "model_config" not in page.locator("#config").input_value()
+
+
+def test_the_first_rows_are_shown_with_their_pictures_before_the_run_starts(tab, client):
+    page = opened(tab, client, name="seeing.yaml")
+    page.get_by_role("button", name="Review and launch").click()
+    picture = page.get_by_alt_text("red.png, 300 × 150")
+    picture.first.wait_for(timeout=120_000)
+    assert picture.count() == 3 and picture.first.evaluate("image => image.naturalWidth") == 96
+    assert "<b>how</b> many?" in page.locator("dialog").inner_text()
