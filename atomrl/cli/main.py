@@ -69,9 +69,9 @@ GROUPS = {
     "train": {
         "run": Command("scripts", "run a script or notebook of TRL or unsloth as it is"),
         "train": Command("training", "train by a config: RL, SFT, preferences, reward model, pretraining"),
-        "tune": Command("training", "search for better values of a config's keys"),
+        "tune": Command("tune", "search for better values of a config's keys"),
         "pool": Command(
-            "training",
+            "pool",
             "sample rollouts in separate processes, into rollout pools",
             {
                 "fill": "sample completions into a rollout pool",

@@ -18,7 +18,7 @@ from atomrl.data.pictures import thumbnail
 from atomrl.data.problems import problem_reader, read_source, to_problems
 from atomrl.data.stored import repeated
 from atomrl.data.tasks import normalise_content
-from atomrl.types import Problem
+from atomrl.types import Image, Problem
 
 if TYPE_CHECKING:
     from atomrl.config import DataConfig
@@ -41,15 +41,16 @@ def first_rows(problems: Sequence[Problem], images: ImageStore | None) -> list[d
     `thumbnail` (a PNG in base64)."""
     rows = []
     for problem in problems[:SHOWN]:
-        pictures = [
-            {
-                "source": image.source, "width": image.width, "height": image.height,
-                "thumbnail": base64.b64encode(thumbnail(images.content(image.name))).decode(),
-            }
-            for image in (problem.images[:SHOWN] if images else ())
-        ]  # fmt: skip
+        pictures = [] if images is None else [_picture(image, images) for image in problem.images[:SHOWN]]
         rows.append({"prompt": _plain(problem.prompt)[:CHARACTERS], "images": pictures})
     return rows
+
+
+def _picture(image: Image, images: ImageStore) -> dict[str, Any]:
+    return {
+        "source": image.source, "width": image.width, "height": image.height,
+        "thumbnail": base64.b64encode(thumbnail(images.content(image.name))).decode(),
+    }  # fmt: skip
 
 
 def _plain(prompt: PromptContent) -> str:

@@ -12,13 +12,21 @@ from atomrl.data.checks import repetitions
 from atomrl.data.curriculum import check_classes
 from atomrl.data.files import DataNotHere
 from atomrl.data.given import demonstration_reader, preference_reader
+from atomrl.data.images import ImageStore
 from atomrl.data.problems import LoadReport, load_problems
 from atomrl.environments.tools import find_schemas
 from atomrl.environments.worker import find_environment
 from atomrl.models.loading import ModelNotHere, resolve_folder
 from atomrl.rewards.compute import build_rewards
 from atomrl.trainer.base import memory_sections
-from atomrl.trainer.build import algorithm_of, with_steps
+from atomrl.trainer.build import (
+    algorithm_of,
+    image_reader,
+    image_store,
+    images_folder,
+    model_path,
+    with_steps,
+)
 from atomrl.trainer.checks.config import check_best, check_ranks, check_savers
 from atomrl.trainer.pretrain import describe_windows
 from atomrl.trainer.rl import batch_lines
@@ -109,14 +117,24 @@ def _batch_lines(config: RunConfig, problems: int | None) -> list[str]:
 
 def _load(config: RunConfig, split: Literal["train", "eval"]) -> LoadReport:
     """Load the rows of a split in the format of this kind of run."""
-    data, field = config.data, config.data.prompt_field
+    data, field, images = config.data, config.data.prompt_field, _images(config)
     if config.kind == "sft":
         read = demonstration_reader(field, (config.sft or SftConfig()).completion_field)
-        return load_problems(data, split, config.seed, read, "demonstrate")
+        return load_problems(data, split, config.seed, read, "demonstrate", images)
     if config.kind in ("preference", "reward-model"):
         read = preference_reader(field, config.preference or PreferenceConfig())
-        return load_problems(data, split, config.seed, read, "pair")
-    return load_problems(data, split, config.seed)
+        return load_problems(data, split, config.seed, read, "pair", images)
+    return load_problems(data, split, config.seed, images=images)
+
+
+def _images(config: RunConfig) -> ImageStore | None:
+    """Return the store of the run's pictures; if its model is not here, one that does not check them for it."""
+    if config.model.path is None:
+        return None
+    try:
+        return image_store(config, image_reader(config, model_path(config)))
+    except ModelNotHere:
+        return ImageStore(images_folder(config), config.data.images_field)
 
 
 def _data_lines(split: str, report: LoadReport) -> list[str]:

@@ -233,6 +233,18 @@ def test_what_takes_text_alone_is_refused_before_weights_are_read(folder, case, 
     assert message in str(error.value)
 
 
+def test_a_dry_run_without_the_model_reads_the_pictures(folder, capsys):
+    (folder / "run.yaml").write_text(json.dumps({
+        "run_name": "run", "model": {"path": "some/vision-model"}, "data": {"train": str(folder / "rl.jsonl")},
+        "reward": {"functions": [{"function": "exact_match"}]}, "algorithm": "grpo",
+    }))  # fmt: skip
+    assert main(["train", str(folder / "run.yaml"), "--dry-run"]) == 0
+    assert "train: 3 problems" in capsys.readouterr().out
+    (folder / "two.png").unlink()
+    assert main(["train", str(folder / "run.yaml"), "--dry-run"]) == 2
+    assert "two.png cannot be read" in capsys.readouterr().err
+
+
 def test_a_picture_for_a_model_of_text_is_refused(folder):
     make_tiny_model(folder / "text")
     with pytest.raises(DataError, match=r"rl.jsonl:1: column 'images' has pictures"):
