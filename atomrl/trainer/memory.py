@@ -121,7 +121,7 @@ def memory_estimate(
     moments = 2 * FLOAT32 if train.optimizer == "adamw" else MOMENTS_IN_8_BITS
     parts: dict[str, int] = {
         "trainer weights": base + trained * FLOAT32 if model.lora else total * FLOAT32,
-        "rounded weights": 0 if model.lora or compute == FLOAT32 else total * compute,  # `kernels.round_once`
+        "rounded weights": 0 if model.lora or compute == FLOAT32 else total * compute,  # `kernel_switches.round_once`
         "gradients": trained * FLOAT32,
         "optimizer": int(moments * trained),
         "reference": total * compute if "ref_logprobs" in algorithm.needs and not model.lora else 0,
