@@ -1,6 +1,6 @@
 """A tool of `tools.yaml`."""
 
-from atomrl.rewards.answers import evaluate_arithmetic
+from atomrl.rewards.expressions import evaluate_arithmetic
 
 
 def calculate(expression: str) -> str:

@@ -200,10 +200,12 @@ def test_an_episode_is_shown_turn_by_turn():
 def test_an_episode_in_full_is_not_shortened():
     episode = asdict(rich_episode())
     turn = episode["turns"][0] | {"text": "who?", "reply": "\n" + "z" * 500 + "\nend\x1b[2J\n"}
-    episode["turns"] = [turn] * 5
+    episode |= {"turns": [turn | {"images": ["ab.png"]}] * 5, "opening_images": ["cd.png"]}  # as a record has them
     lines = by_turn(episode, whole=True).plain.splitlines()
     assert lines.count("who?") == 5 and sum(line.endswith("z" * 500) for line in lines) == 5
-    assert lines[:4] == ["> go", "who?", "> search, error (0.10 s, reward 0.5): " + "z" * 500, r"> end\u001b[2J"]
+    assert lines[:3] == ["> go", "> picture: inputs/images/cd.png", "who?"]
+    assert lines[3:5] == ["> search, error (0.10 s, reward 0.5): " + "z" * 500, r"> end\u001b[2J"]
+    assert lines[5] == "> picture: inputs/images/ab.png"
     assert lines[-1] == "ended: failed: crash: exit 3"
     row = {"step": 1, "prompt": "p", "completion": "who?who?", "reward": None, "episode": episode}
     assert "\n".join(lines) in format_full(row) and "who?who?" not in format_full(row)

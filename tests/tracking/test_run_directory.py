@@ -234,6 +234,7 @@ def test_an_episode_is_written_turn_by_turn(tmp_path):
         "labels": ["search", "error"],
         "reply": "<i>ß</i>",
         "sees_from": 1,
+        "images": ["ab.png"],
     }
     assert written["turns"][0] == {**first, "text": rich_episode().turns[0].text}
 

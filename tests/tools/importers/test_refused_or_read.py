@@ -234,7 +234,7 @@ def test_pictures_are_those_of_their_column(read: Read) -> None:
     assert (llama.tree["data"]["max_pixels"], llama.tree["data"]["min_pixels"]) == (9000, 1024)
     assert llama.tree["model"]["freeze_vision"] is True
     for keys, frozen in (("", False), (" trainer.policy.model.lora.rank=8", None)):
-        skyrl = read(tmp_path, f"{SKYRL} generator.vision_language_generator=true{keys}")
+        skyrl = read(f"{SKYRL} generator.vision_language_generator=true{keys}")
         assert skyrl.tree["model"].get("freeze_vision") is frozen and not skyrl.to_do
-    alone = read(tmp_path, f"{SKYRL} trainer.policy.language_model_only=true").tree["model"]
+    alone = read(f"{SKYRL} trainer.policy.language_model_only=true").tree["model"]
     assert "freeze_vision" not in alone
