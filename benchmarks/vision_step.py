@@ -5,8 +5,8 @@
 One script for TRL's names is run unchanged in processes that take turns: by AtomRL as it is (`kept`: a frozen tower
 computes each picture once); with its features dropped before each forward pass (`each pass`); with a picture computed
 for each completion and pass, as trainers do that repeat the picture's patches for each row (`each row`); and by TRL, if
-`--trl` names a folder with it (`pip install --target FOLDER --no-deps trl==1.16.0`). A random Qwen2.5-VL of 2.2 million
-weights, 1.0 million of them the tower's; pictures of 224 x 224, which are 64 tokens; 32 tokens a completion; float32.
+`--trl` names a folder with it (`pip install --target FOLDER --no-deps trl==1.16.0`). A random Qwen2.5-VL of 2.3 million
+weights, 1.3 million of them the tower's; pictures of 224 x 224, which are 64 tokens; 32 tokens a completion; float32.
 The first step of each process is not counted.
 """
 

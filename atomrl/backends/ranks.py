@@ -1,4 +1,4 @@
-"""What each kind of back end of several ranks implements, and how many ranks a run has.
+"""`RankedKind`: the interface of a back end of several ranks; and the number of ranks of a run.
 
 `distributed.DistributedBackend` forwards each call to handles. `rank_group.RankGroup` is the handle of a group whose
 rank 0 is this process; rank 0 sends each call to the other ranks. `rank_actors.ActorHandle` is the handle of a Ray

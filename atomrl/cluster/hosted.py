@@ -1,4 +1,4 @@
-"""Inside an actor's process, which never outlives the run."""
+"""`Hosted`: the Ray actor of a role, whose process never outlives the run."""
 
 from __future__ import annotations
 

@@ -33,6 +33,7 @@ RUNS = {
 SHOWN = 3
 """Rows of `first_rows`, and pictures of each."""
 CHARACTERS = 400
+"""Characters of a prompt in `first_rows`."""
 _QUANTILES = {0: "shortest", 50: "median", 90: "90%", 99: "99%", 100: "longest"}
 
 

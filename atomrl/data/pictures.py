@@ -17,6 +17,7 @@ SUFFIXES = {"PNG": "png", "JPEG": "jpg", "MPO": "jpg", "WEBP": "webp", "GIF": "g
 STARTS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "Qk0")
 """First characters of PNG, JPEG, GIF, WebP and BMP files in base64."""
 THUMBNAIL = 96
+"""Most pixels of a side of a thumbnail."""
 MOST_PIXELS = 100_000_000
 """Most pixels of a picture: decoded, it takes three bytes for each."""
 

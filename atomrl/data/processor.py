@@ -187,7 +187,7 @@ class DataProcessor:
 
     @property
     def settings(self) -> str:
-        """What prompts depend on besides the problems and the tokenizer, as JSON."""
+        """Settings that the tokens of prompts depend on, besides problems and tokenizer, as JSON."""
         shown = {**self.template_kwargs, "strftime_now": self.today and self.today.date()}
         own = [self.system_prompt, self.has_template, shown, self.tools, self.opening]
         own += [] if self.images is None else [self.images.settings]

@@ -28,7 +28,7 @@ from atomrl.config import EnvironmentConfig
 from atomrl.data.columns import PLACE
 from atomrl.data.image_reader import ImageReader
 from atomrl.data.images import reference
-from atomrl.engines.native.sampling import seed_at
+from atomrl.engines.sampling import seed_at
 from atomrl.environments.pool import Answer, EnvironmentPool
 from atomrl.environments.worker import EpisodeError
 from atomrl.protocols import RolloutEngine, WeightHash, WeightUpdate

@@ -11,8 +11,8 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from atomrl.atoms.logprobs import head_logits
 from atomrl.common.hangs import progress
-from atomrl.engines.native.sampling import sample
 from atomrl.engines.requests import DIVERGED, DecodeTime, EngineOptions, RequestEngine, RequestState
+from atomrl.engines.sampling import sample
 from atomrl.engines.stop_rule import StopRule, eos_token_ids
 from atomrl.models.loading import base_path, load_transformers
 from atomrl.models.published import published_names, published_weights

@@ -66,18 +66,25 @@ def nf4_kernels(device: torch.device) -> Any | None:
         from atomrl.models import nf4_kernels as kernels
 
         with torch.cuda.device(device):
-            kernels.check(QuantizedLinear(nn.Linear(320, 96, bias=False).to(device, torch.bfloat16), "nf4"))
+            kernels.check(_example(96, 320, torch.bfloat16, device))
     except Exception as error:
         log.warning("nf4: rollouts dequantize with bitsandbytes, with one copy more: %s", error)
         return None
     return kernels
 
 
+def _example(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device | None = None) -> "QuantizedLinear":
+    """Return a layer in nf4 for comparing kernels. It draws no random numbers, on which a seeded run depends."""
+    linear = nn.Linear(inputs, outputs, bias=False, device="meta")
+    values = torch.arange(outputs * inputs, dtype=torch.float32).sin_()
+    linear.weight = nn.Parameter(values.view(outputs, inputs).to(device, dtype))
+    return QuantizedLinear(linear, "nf4")
+
+
 @cache
 def _nf4_in_cpp() -> bool:
     """Return True if the C++ kernel for nf4 gives the weights of the installed bitsandbytes."""
-    layer = QuantizedLinear(nn.Linear(100, 30, bias=False), "nf4")
-    out = torch.empty(30, 100)
+    layer, out = _example(30, 100, torch.float32), torch.empty(30, 100)
     call("dequantize_nf4", out, *layer.quantized(), *out.shape, out.stride(0))
     agrees = torch.equal(out, layer._nf4(torch.float32))
     if not agrees:

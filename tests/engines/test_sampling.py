@@ -7,7 +7,7 @@ import torch
 
 from atomrl.engines.generation import requests_of
 from atomrl.engines.native.cpu_kernels import load_kernels
-from atomrl.engines.native.sampling import inverse_cdf, sample, sample_candidates, uniforms
+from atomrl.engines.sampling import inverse_cdf, sample, sample_candidates, uniforms
 from atomrl.types import Problem, Prompt, SamplingParams
 
 MASK = 2**64 - 1

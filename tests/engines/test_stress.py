@@ -8,8 +8,8 @@ from transformers import AutoTokenizer
 
 from atomrl.engines.native.decode_step import PlainOps
 from atomrl.engines.native.engine import NativeEngine
-from atomrl.engines.native.sampling import sample, sample_candidates
 from atomrl.engines.requests import EngineOptions
+from atomrl.engines.sampling import sample, sample_candidates
 from atomrl.models.loading import load_policy, model_weights
 from atomrl.protocols import WeightUpdate
 from atomrl.types import GenerationRequest, SamplingParams

@@ -26,9 +26,9 @@ from atomrl.common.threads import unit
 from atomrl.config import ConfigError
 from atomrl.engines.native.cache import DecodeBatch
 from atomrl.engines.native.pages import PagedKVCache
-from atomrl.engines.native.sampling import sample, sample_candidates, seed_at
 from atomrl.engines.native.slots import KVCache
 from atomrl.engines.requests import DIVERGED, RequestState
+from atomrl.engines.sampling import sample, sample_candidates, seed_at
 from atomrl.models.process_memory import is_out_of_memory
 from atomrl.types import FinishReason, GenerationRequest
 

@@ -1,4 +1,4 @@
-"""What the KV caches of `NativeEngine` have in common: the rows of a decode step, and the attention of prompts.
+"""Base of the KV caches of `NativeEngine`: the rows of a decode step, and attention over the prompts of groups.
 
 | class | layout | used |
 |---|---|---|

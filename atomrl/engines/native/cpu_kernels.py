@@ -56,7 +56,7 @@ class Kernels:
         return out
 
     def sample(self, logits: Tensor, seeds: Tensor, positions: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """`atomrl.engines.native.sampling.sample` without top-k and top-p, for temperature > 0."""
+        """`atomrl.engines.sampling.sample` without top-k and top-p, for temperature > 0."""
         (rows, width), seeds, positions = logits.shape, seeds.contiguous(), positions.contiguous()
         tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
         addresses = [tensor.data_ptr() for tensor in (logits, seeds, positions, tokens, logprobs)]

@@ -10,7 +10,6 @@ from atomrl.engines.native.batching import GROUP, LENGTH, LIMIT, MEMBER, PREFIX,
 from atomrl.engines.native.cache import DecodeBatch
 from atomrl.engines.native.decode_step import Drawing, PlainOps, Rope, StepOps, StepRows, least_splits, tiles_of
 from atomrl.engines.native.pages import PAGE
-from atomrl.engines.native.sampling import sample
 from atomrl.engines.native.triton_kernels import (
     CHUNK,
     attend_kernel,
@@ -21,6 +20,7 @@ from atomrl.engines.native.triton_kernels import (
     silu_mul_kernel,
     vocabulary_kernel,
 )
+from atomrl.engines.sampling import sample
 from atomrl.models.decoder_spec import DecoderSpec
 from atomrl.types import SamplingParams
 
