@@ -130,20 +130,23 @@ def plain_name(function: Callable[..., Any]) -> str:
 
 
 def search_in(folder: str | Path) -> None:
-    """Add a folder to those in which users' modules and files are searched; last, so that it hides no installed module.
+    """Add a folder to those in which users' modules and files are searched.
 
-    No effect within `imports_forbidden`.
+    It is searched after installed modules, so that it hides none. Files are searched in the folder that was added last
+    first: of two configs read in one process, each with a `mine.py` beside it, each finds its own. No effect within
+    `imports_forbidden`.
     """
     if _looking:
         return
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
-    if str(folder) not in _searched:
-        _searched.append(str(folder))
+    if str(folder) in _searched:
+        _searched.remove(str(folder))
+    _searched.append(str(folder))
 
 
 def searched() -> list[str]:
-    """Return the folders passed to `search_in` so far, for processes that are started elsewhere."""
+    """Return the folders passed to `search_in` so far, the last one last, for processes that are started elsewhere."""
     return list(_searched)
 
 
@@ -157,9 +160,11 @@ def _load_module(name: str) -> ModuleType:
 
 
 def _find_file(path: str) -> Path | None:
-    """Find a user's file in the working directory or on `sys.path`, except the standard library."""
+    """Find a user's file in the working directory, in the folders of `search_in`, the last one first, or on `sys.path`,
+    except the standard library."""
     python = Path(sysconfig.get_path("stdlib"))
-    folders = [Path(), *(Path(folder) for folder in sys.path if not Path(folder).is_relative_to(python))]
+    others = (Path(folder) for folder in sys.path if not Path(folder).is_relative_to(python))
+    folders = [Path(), *(Path(folder) for folder in reversed(_searched)), *others]
     return next((file for folder in folders if (file := folder / path).is_file()), None)
 
 

@@ -249,7 +249,7 @@ def _torch_settings(name: str) -> Iterator[None]:
         return
     settings = {
         "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-        "default device": (torch.get_default_device, torch.set_default_device),
+        "default device": (torch.get_default_device, _set_default_device),
         "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
         "number of threads": (torch.get_num_threads, torch.set_num_threads),
     }
@@ -267,6 +267,12 @@ def _torch_settings(name: str) -> Iterator[None]:
                     "reward %r has set torch's %s to %s in the training process; it is %s again after each call",
                     name, setting, value, before[setting],
                 )  # fmt: skip
+
+
+def _set_default_device(device: Any) -> None:
+    """Set torch's default device; for the CPU by clearing it, since a device that was set, the CPU too, adds a mode to
+    every later call of torch, which also moves what `torch.as_tensor` is given."""
+    sys.modules["torch"].set_default_device(None if device.type == "cpu" else device)
 
 
 async def _await(result: Any) -> Any:

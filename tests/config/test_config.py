@@ -3,12 +3,14 @@
 import re
 import sys
 from argparse import ArgumentParser
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from pydantic import BaseModel
 
 from atomrl.cli.arguments import join_overrides
+from atomrl.common.functions import find_function
 from atomrl.config import (
     ConfigError,
     RunConfig,
@@ -373,6 +375,19 @@ def test_functions_beside_the_config_are_found_from_python_too(tmp_path, monkeyp
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir("/")
     assert load_config(tmp_path / "run.yaml").algorithm.advantage.function == "./beside_me.py:mine"
+
+
+def test_each_of_two_configs_finds_the_functions_beside_it(tmp_path, monkeypatch):
+    """Files of one name in one process: the second config must not train with the functions of the first."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir("/")
+    for name, factor in (("first", 2), ("second", 3), ("first", 2)):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "mine.py").write_text(f"def scaled(inputs):\n    return {factor} * inputs.rewards\n")
+        tree = TREE + "run_name: r\nalgorithm: {name: grpo, advantage: {type: custom, function: './mine.py:scaled'}}\n"
+        (tmp_path / name / "run.yaml").write_text(tree)
+        function = find_function(load_config(tmp_path / name / "run.yaml").algorithm.advantage.function)
+        assert function(SimpleNamespace(rewards=1)) == factor
 
 
 TREE = "model: {path: 1e5}\ndata: {train: chain, train_size: 10}\n"

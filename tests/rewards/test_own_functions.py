@@ -160,6 +160,8 @@ def test_torch_settings_are_restored_and_the_reward_is_named(change, caplog):
     with caplog.at_level(logging.WARNING):
         assert values(build(setting)(rollouts({"a": ["x"]}))) == ((1.0,),)
     assert settings() == before and f"reward '{setting.__name__}' has set torch's" in caplog.text
+    elsewhere = torch.empty(1, device="meta")
+    assert torch.as_tensor(elsewhere) is elsewhere  # under a default device, that of the CPU too, it is copied there
 
 
 def test_secrets_in_messages_are_redacted_before_they_are_cut(monkeypatch, caplog):
