@@ -97,6 +97,31 @@ def stored_name(folder, name):
     return hashlib.sha256((folder / name).read_bytes()).hexdigest()
 
 
+def test_a_dry_run_of_resuming_says_what_resuming_says(folder, capsys):
+    """And changes nothing."""
+
+    def said(*words):
+        capsys.readouterr()
+        code = main(["train", str(folder / "run.yaml"), "--resume", *words])
+        printed = capsys.readouterr()
+        return code, printed.err if code else printed.out
+
+    made = config(folder, reward={"functions": [{"function": "exact_match"}]}, train={"steps": 1})
+    (folder / "run.yaml").write_text(json.dumps(made.model_dump(mode="json", exclude_unset=True)))
+    assert said("--dry-run") == said() and "no run to resume" in said()[1]
+    assert main(["train", str(folder / "run.yaml")]) == 0
+    files = {file: file.read_bytes() for file in made.run_dir.rglob("*") if file.is_file()}
+    code, shown = said("--dry-run", "train.steps=2")
+    assert code == 0 and "train.steps: 1 -> 2" in shown and "continues after step 1" in shown
+    for changed in (lambda: picture(5).save(folder / "one.png"), lambda: (folder / "rl.jsonl").write_text(
+            json.dumps(ROWS[0]))):  # fmt: skip
+        changed()
+        assert said("--dry-run") == said() and "data (data.train): changed since" in said("--dry-run")[1]
+    assert said("--dry-run", "seed=3") == said("seed=3") and "seed: 0 -> 3" in said("seed=3")[1]
+    assert said("--dry-run", "--allow-changes")[0] == 0
+    assert {file: file.read_bytes() for file in made.run_dir.rglob("*") if file.is_file()} == files
+
+
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_demonstrations_and_preferences_train_on_pictures(folder, kind):
     """The first step of the same rows with another picture is another one."""
