@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 from packaging.version import Version
@@ -16,6 +18,7 @@ from atomrl.engines.requests import RequestState
 from atomrl.engines.server_weights import cpu_cache_bytes
 from atomrl.engines.servers import ServerEngine, as_flags
 from atomrl.engines.vllm import VLLMEngine, logprobs_mode, other_logprobs, request_fields
+from atomrl.engines.vllm_images import ENCODING, check_prompt, features
 from atomrl.engines.vllm_worker import WORKER_EXTENSION, whole_hashes
 from atomrl.protocols import WeightHash
 from atomrl.types import SamplingParams
@@ -40,7 +43,7 @@ class VLLMServerEngine(ServerEngine):
     least_version = "0.32"
     argument_class = VLLMEngine.argument_class
     own_arguments = VLLMEngine.own_arguments | {"host": "rollout.server", "port": "rollout.server"}
-    seeded = returns_candidates = supports_lora = True
+    seeded = returns_candidates = supports_lora = supports_images = True
     decode_time = replace(VLLMEngine.decode_time, source="estimated: as vLLM in the process")
     whole_logprobs = False
 
@@ -48,6 +51,11 @@ class VLLMServerEngine(ServerEngine):
     def refusal(cls, sampling: SamplingParams) -> str | None:
         """Return why vLLM cannot give the requested log-probs; None if it can."""
         return VLLMEngine.refusal(sampling)
+
+    @classmethod
+    def image_refusal(cls, sampling: SamplingParams) -> str | None:
+        """Return why vLLM cannot give the requested log-probs where tokens are banned; None if it can."""
+        return VLLMEngine.image_refusal(sampling)
 
     def refused(self, sampling: SamplingParams) -> str | None:
         """Return why these servers, as they were started, cannot sample like that; None if they can."""
@@ -85,6 +93,8 @@ class VLLMServerEngine(ServerEngine):
             words += ["--enable-lora", "--max-lora-rank", str(rank)]
         if options.trust_remote_code:
             words.append("--trust-remote-code")
+        if options.images is not None:  # its pictures come normalized
+            words.append("--no-mm-device-do-normalize")
         return words + as_flags(options.engine_args, negative=True), environment
 
     async def _check_server(self, server: Server) -> None:
@@ -109,11 +119,33 @@ class VLLMServerEngine(ServerEngine):
                 f"{server.name} does not accept adapters of rank {self.options.lora_rank}: start it with --enable-lora "
                 f"--max-lora-rank {self.options.lora_rank} and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
             )
+        if self.options.images is not None:
+            self._check_images(server, version, model["multimodal_config"])
+            await asyncio.to_thread(import_module, ENCODING)  # takes seconds, which the first request would wait
         probe = {"token_ids": [0], "sampling_params": {"max_tokens": 1}}
         try:
             await self.client.post(server, "/inference/v1/generate", probe)
         except RuntimeError:
             raise RuntimeError(f"{server.name} does not return tokens: start it with --enable-scale-out") from None
+
+    def _check_images(self, server: Server, version: str, settings: Mapping[str, Any] | None) -> None:
+        """Check that a server reads patches as this process encodes them.
+
+        Args:
+            settings: its `multimodal_config`.
+        """
+        own = self.package_version()
+        if own is None or Version(own).public != Version(version).public:
+            raise RuntimeError(
+                f"{server.name} is vLLM {version}, and this process has {f'vLLM {own}' if own else 'none'}: pictures are "
+                f"encoded by vLLM, so both need the same version: pip install 'vllm=={Version(version).public}'"
+            )
+        if settings is None or settings["language_model_only"]:
+            raise RuntimeError(f"{server.name} reads text alone: start it with the whole model")
+        if settings["mm_device_do_normalize"] is not False:
+            raise RuntimeError(
+                f"{server.name} would normalize pictures twice: start it with --no-mm-device-do-normalize"
+            )
 
     async def _set_memory(self, server: Server, asleep: bool) -> None:
         await self.client.post(
@@ -131,7 +163,13 @@ class VLLMServerEngine(ServerEngine):
         }
         if server.adapters:
             body["model"] = server.adapters
-        (choice,) = (await self.client.post(server, "/inference/v1/generate", body))["choices"]
+        if request.images:
+            assert self.options.images is not None, "the engine of a run with pictures is created with `images`"
+            body |= {"features": features(request, self.options.images, self.options.dtype), "return_token_ids": True}
+        answer = await self.client.post(server, "/inference/v1/generate", body)
+        if request.images:
+            check_prompt(answer["prompt_token_ids"], request, server.name)
+        (choice,) = answer["choices"]
         tokens = choice["token_ids"]
         content = ((choice["logprobs"] or {}).get("content") or []) if sampling.logprobs_over != "none" else []
         logprobs = [logprob_of(token["logprob"]) for token in content]
@@ -159,6 +197,8 @@ class VLLMServerEngine(ServerEngine):
         if self.weights is not None:
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(self.weights)}}
             await self.client.post(server, "/collective_rpc", call)
+            if self.options.images is not None:  # its features are those of the weights before
+                await self.client.post(server, "/reset_encoder_cache")
         if self.adapters is not None:
             body = {"lora_name": _ADAPTERS, "lora_path": str(self.adapters), "load_inplace": True}
             await self.client.post(server, "/v1/load_lora_adapter", body)

@@ -1,16 +1,21 @@
-"""Pictures in vLLM in this process: it reads what the trainer reads."""
+"""Pictures in vLLM, in this process, behind its server, and in a Ray actor: it reads what the trainer reads."""
 
 from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
 import torch
 
+from atomrl.cluster.ray_cluster import RayCluster
+from atomrl.config import ClusterConfig
 from atomrl.engines.generation import generate
+from atomrl.engines.replicas import ReplicatedEngine
 from atomrl.engines.vllm import VLLMEngine
+from atomrl.engines.vllm_server import VLLMServerEngine
 from atomrl.models.loading import load_policy, model_weights
 from atomrl.protocols import WeightUpdate
 from tests.prompts import logprobs_of, response
@@ -27,7 +32,17 @@ def in_process(path, tokenizer, options):
     return VLLMEngine.from_pretrained(path, tokenizer, replace(options, whole_logprobs=True))
 
 
-@pytest.fixture(scope="module", params=[in_process], ids=lambda start: start.__name__)
+def server(path, tokenizer, options):
+    return VLLMServerEngine.from_pretrained(path, tokenizer, replace(options, whole_logprobs=True))
+
+
+def actor(path, tokenizer, options):
+    pytest.importorskip("ray", reason="Ray is not installed; `make distributed` has it")
+    settings = ClusterConfig(replicas=1, resources={"rollout": {"num_cpus": 0.1}})
+    return ReplicatedEngine(partial(in_process, path, tokenizer, options), RayCluster(settings, ["rollout"]))
+
+
+@pytest.fixture(scope="module", params=[in_process, server, actor], ids=lambda start: start.__name__)
 def case(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
@@ -42,6 +57,7 @@ def test_log_probs_of_vllm_and_trainer_agree(case):
     for trajectory, prompt in zip(case.trajectories[::2], case.prompts, strict=True):
         assert trajectory.token_ids[: trajectory.prompt_tokens] == prompt.token_ids
     difference = case.difference()
+    print("difference", difference)
     assert difference < 4e-5
 
 
