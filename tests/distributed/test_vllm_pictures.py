@@ -12,6 +12,7 @@ import torch
 
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig
+from atomrl.data.files import DataError
 from atomrl.engines.generation import generate
 from atomrl.engines.replicas import ReplicatedEngine
 from atomrl.engines.vllm import VLLMEngine
@@ -57,7 +58,6 @@ def test_log_probs_of_vllm_and_trainer_agree(case):
     for trajectory, prompt in zip(case.trajectories[::2], case.prompts, strict=True):
         assert trajectory.token_ids[: trajectory.prompt_tokens] == prompt.token_ids
     difference = case.difference()
-    print("difference", difference)
     assert difference < 4e-5
 
 
@@ -84,3 +84,11 @@ def test_a_trained_tower_forgets_the_features_before(case):
         drawn = torch.log_softmax(logits, -1)[trajectory.prompt_tokens - 1 : -1]
         own = drawn.gather(-1, torch.tensor(response(trajectory))[:, None])[:, 0]
         assert logprobs_of(trajectory) == pytest.approx(own.tolist(), abs=1e-4)
+
+
+def test_a_picture_that_is_not_there_is_named(case):
+    """Last, since the engine is left with the request."""
+    prompt = case.prompts[0]
+    gone = replace(prompt.problem.images[0], name=f"{'0' * 64}.png")
+    with pytest.raises(DataError, match=rf"{gone.name} .* cannot be read on .* must see its folder \(output_dir\)"):
+        generate(case.engine, [replace(prompt, problem=replace(prompt.problem, images=(gone,)))], case.sampling)
