@@ -125,8 +125,8 @@ class ImageReader:
             content = (path := self.folder / image.name).read_bytes()
         except OSError as error:
             raise DataError(
-                f"picture {path} ({image.source}) cannot be read on {platform.node()}: {error.strerror}; all machines of "
-                "a run must see its folder (output_dir)"
+                f"picture {path} ({image.source}) cannot be read on {platform.node()}: {error.strerror}; all machines "
+                "of a run must see its folder (output_dir)"
             ) from None
         with torch.inference_mode(False):  # an engine may read them before the trainer does
             made = self.processor(images=[decoded(content)], return_tensors="pt")

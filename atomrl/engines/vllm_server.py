@@ -32,7 +32,8 @@ class VLLMServerEngine(ServerEngine):
 
     Start a server for it with `VLLM_SERVER_DEV_MODE=1` and `vllm serve MODEL --enable-scale-out --logprobs-mode
     processed_logprobs --max-logprobs -1` (`raw_logprobs` for `EngineOptions.whole_logprobs`), and for adapters with
-    `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`, `--enable-lora` and `--max-lora-rank`. To verify its weights it needs
+    `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`, `--enable-lora` and `--max-lora-rank`. For pictures it needs
+    `--no-mm-device-do-normalize`, and the version that is installed here. To verify its weights it needs
     `--worker-extension-cls atomrl.engines.vllm_worker.WeightReader`.
 
     Log-probs are those of the distribution that is sampled from, as with vLLM in process, and for the same reason it is
@@ -134,11 +135,11 @@ class VLLMServerEngine(ServerEngine):
         Args:
             settings: its `multimodal_config`.
         """
-        own = self.package_version()
-        if own is None or Version(own).public != Version(version).public:
+        own, public = self.package_version(), Version(version).public
+        if own is None or Version(Version(own).public) != Version(public):
             raise RuntimeError(
-                f"{server.name} is vLLM {version}, and this process has {f'vLLM {own}' if own else 'none'}: pictures are "
-                f"encoded by vLLM, so both need the same version: pip install 'vllm=={Version(version).public}'"
+                f"{server.name} is vLLM {version}, and this process has {f'vLLM {own}' if own else 'none'}: pictures "
+                f"are encoded by vLLM, so both need the same version: pip install 'vllm=={public}'"
             )
         if settings is None or settings["language_model_only"]:
             raise RuntimeError(f"{server.name} reads text alone: start it with the whole model")

@@ -159,7 +159,8 @@ def skyrl_gym(
 ) -> Generator[Reply | None, str, float]:
     """Play an episode of `skyrl_gym.make(id)`. Each turn has the game's reward; the last one is the outcome.
 
-    Pictures in the content parts of its observations are those of the reply. The environment's `extras` are the row's columns, `reward_spec.ground_truth`, and the argument `extras`.
+    The environment's `extras` are the row's columns, `reward_spec.ground_truth`, and the argument `extras`. Pictures in
+    the content parts of its observations are those of the reply.
 
     Raises:
         ValueError: its `init` changes the prompt, which has been rendered already.
@@ -189,7 +190,8 @@ def shown(place: str, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[
         DataError: a content is neither text, nor parts with text and pictures.
 
     Example:
-        >>> shown("it", [{"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "!"}]}])
+        >>> parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "!"}]
+        >>> shown("an observation", [{"role": "user", "content": parts}])
         ('<image>!', ['a.png'])
     """
     images: list[Any] = []

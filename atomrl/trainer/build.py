@@ -185,8 +185,8 @@ def why_no_pictures(engine: type[RequestEngine], config: RunConfig) -> str | Non
         return f"{key}: {engine.__name__} does not take pictures, and the run has some: use rollout.engine={others}"
     if config.rollout.server and engine.package and engine.package_version() is None:
         return (
-            f"rollout.server: pictures are sent in the encoding of {engine.package}, which is not installed here: install "
-            "the version of the servers"
+            f"rollout.server: pictures are sent in the encoding of {engine.package}, which is not installed here: "
+            "install the version of the servers"
         )
     try:
         engine.check_version(engine.images_version)

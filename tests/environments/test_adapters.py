@@ -168,7 +168,8 @@ def test_skyrl_gym_shows_the_pictures_of_its_observations():
         seen.extend(as_replies(words))
         return "on"
 
-    assert play_environment(function, Problem(problem_id="a", prompt="Play.", ground_truth=None), {"id": "screens"}, 0, say) == 1.0
+    problem = Problem(problem_id="a", prompt="Play.", ground_truth=None)
+    assert play_environment(function, problem, {"id": "screens"}, 0, say) == 1.0
     assert [reply.text for reply in seen] == ["It is <image> now\n<image>", "dark"]
     assert [[picture[:4] for picture in reply.images] for reply in seen] == [[b"\x89PNG", b"\x89PNG"], []]
 
