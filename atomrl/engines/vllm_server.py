@@ -23,6 +23,8 @@ from atomrl.engines.vllm_worker import WORKER_EXTENSION, whole_hashes
 from atomrl.protocols import WeightHash
 from atomrl.types import SamplingParams
 
+ANSWER_S = 30.0
+"""Seconds to wait for a server's answer before a run."""
 _ADAPTERS = "policy"
 _ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
@@ -57,6 +59,39 @@ class VLLMServerEngine(ServerEngine):
     def image_refusal(cls, sampling: SamplingParams) -> str | None:
         """Return why vLLM cannot give the requested log-probs where tokens are banned; None if it can."""
         return VLLMEngine.image_refusal(sampling)
+
+    @classmethod
+    def server_image_refusal(cls, url: str) -> str | None:
+        """Return why a running server cannot take pictures from this process; None if it can, or does not answer."""
+        import httpx
+
+        try:
+            with httpx.Client(base_url=url, timeout=ANSWER_S, trust_env=False) as client:
+                version = client.get("/version").json()["version"]
+                config = client.get("/server_info", params={"config_format": "json"}).json()["vllm_config"]
+        except (httpx.HTTPError, ValueError, KeyError):
+            return None  # `_check_server` says what is wrong with it
+        return cls._image_fault(version, config["model_config"]["multimodal_config"])
+
+    @classmethod
+    def _image_fault(cls, version: str, settings: Mapping[str, Any] | None) -> str | None:
+        """Return why a server does not read patches as this process encodes them.
+
+        Args:
+            version: of the server's vLLM.
+            settings: its `multimodal_config`.
+        """
+        own, public = cls.package_version(), Version(version).public
+        if own is None or Version(Version(own).public) != Version(public):
+            return (
+                f"is vLLM {version}, and this process has {f'vLLM {own}' if own else 'none'}: pictures are encoded by "
+                f"vLLM, so both need the same version: pip install 'vllm=={public}'"
+            )
+        if settings is None or settings["language_model_only"]:
+            return "reads text alone: start it with the whole model"
+        if settings["mm_device_do_normalize"] is not False:
+            return "would normalize pictures twice: start it with --no-mm-device-do-normalize"
+        return None
 
     def refused(self, sampling: SamplingParams) -> str | None:
         """Return why these servers, as they were started, cannot sample like that; None if they can."""
@@ -121,32 +156,14 @@ class VLLMServerEngine(ServerEngine):
                 f"--max-lora-rank {self.options.lora_rank} and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
             )
         if self.options.images is not None:
-            self._check_images(server, version, model["multimodal_config"])
+            if reason := self._image_fault(version, model["multimodal_config"]):
+                raise RuntimeError(f"{server.name} {reason}")
             await asyncio.to_thread(import_module, ENCODING)  # takes seconds, which the first request would wait
         probe = {"token_ids": [0], "sampling_params": {"max_tokens": 1}}
         try:
             await self.client.post(server, "/inference/v1/generate", probe)
         except RuntimeError:
             raise RuntimeError(f"{server.name} does not return tokens: start it with --enable-scale-out") from None
-
-    def _check_images(self, server: Server, version: str, settings: Mapping[str, Any] | None) -> None:
-        """Check that a server reads patches as this process encodes them.
-
-        Args:
-            settings: its `multimodal_config`.
-        """
-        own, public = self.package_version(), Version(version).public
-        if own is None or Version(Version(own).public) != Version(public):
-            raise RuntimeError(
-                f"{server.name} is vLLM {version}, and this process has {f'vLLM {own}' if own else 'none'}: pictures "
-                f"are encoded by vLLM, so both need the same version: pip install 'vllm=={public}'"
-            )
-        if settings is None or settings["language_model_only"]:
-            raise RuntimeError(f"{server.name} reads text alone: start it with the whole model")
-        if settings["mm_device_do_normalize"] is not False:
-            raise RuntimeError(
-                f"{server.name} would normalize pictures twice: start it with --no-mm-device-do-normalize"
-            )
 
     async def _set_memory(self, server: Server, asleep: bool) -> None:
         await self.client.post(

@@ -188,6 +188,9 @@ def why_no_pictures(engine: type[RequestEngine], config: RunConfig) -> str | Non
             f"rollout.server: pictures are sent in the encoding of {engine.package}, which is not installed here: "
             "install the version of the servers"
         )
+    for url in config.rollout.server if config.cluster is None else ():  # actors may reach other servers
+        if reason := engine.server_image_refusal(url):
+            return f"rollout.server: {url} {reason}"
     try:
         engine.check_version(engine.images_version)
     except ImportError as error:

@@ -549,8 +549,10 @@ def test_a_vllm_server_that_reads_pictures_otherwise_is_refused(folder, monkeypa
     monkeypatch.setattr(VLLMServerEngine, "package_version", classmethod(lambda cls: own))
     server = FakeVLLM(multimodal=multimodal)
     url = f"http://127.0.0.1:{server.server_port}"
+    assert words in VLLMServerEngine.server_image_refusal(url)
     options = EngineOptions(torch.float32, "cpu", 4, server=(url,), images=object())
     with pytest.raises(RuntimeError, match=re.escape(f"{url} {words}")):
         VLLMServerEngine.from_pretrained(str(folder), AutoTokenizer.from_pretrained(folder), options)
     server.shutdown()
     server.server_close()
+    assert VLLMServerEngine.server_image_refusal(url) is None  # unknown
