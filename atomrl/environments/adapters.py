@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import random
 import re
 import threading
@@ -74,18 +75,26 @@ def actions_in(text: str, actions: Sequence[str]) -> list[str]:
     return [names[match] for match in re.findall(pattern, text.lower())]
 
 
-def check_gymnasium(*, id: str, actions: Sequence[str], **_: Any) -> None:
+def check_gymnasium(*, id: str, actions: Sequence[str], args: Mapping[str, Any] | None = None, **_: Any) -> None:
     """Check the `args` of `gymnasium`.
 
     Raises:
-        ValueError: the game does not exist, or an action has no name.
+        ValueError: the game does not exist or does not take `args`, an action has no name, or observations are arrays
+            too large for a text.
     """
     import gymnasium
+    import numpy as np
 
-    with reraise_as(ValueError, "id", gymnasium.error.Error):
-        gymnasium.spec(id)
+    with reraise_as(ValueError, "id", gymnasium.error.Error), reraise_as(ValueError, "args", TypeError):
+        game: Any = gymnasium.make(id, **(args or {}))
     if not all(actions) or not actions:
         raise ValueError("actions: name all of them, by their numbers")
+    shape, most = game.observation_space.shape or (), np.get_printoptions()["threshold"]
+    if "ansi" not in game.metadata["render_modes"] and math.prod(shape) > most:
+        raise ValueError(
+            f"id: {id} is shown as its observation, an array of shape {shape}, of which a text has no more than {most} "
+            "numbers; for pictures write an environment of your own, whose Reply has images"
+        )
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -99,13 +108,17 @@ def openenv(
 
     Args:
         action: field of the action that gets the model's turn.
-        observation: field of the observation to show to the model; "" shows all of it as JSON.
+        observation: field of the observation to show to the model: a text, content parts with text and pictures, or
+            another value as JSON; "" shows the whole observation as JSON.
         timeout_s: time limit of each request.
     """
     from openenv.core import GenericEnvClient
 
-    def render(fields: Mapping[str, Any]) -> str:
-        return str(fields[observation]) if observation else json.dumps(fields)
+    def render(fields: Mapping[str, Any]) -> tuple[str, list[Any]]:
+        value = fields[observation] if observation else fields
+        if isinstance(value, list) and value and all(isinstance(part, Mapping) and "type" in part for part in value):
+            return shown(f"{url}: {observation}", [{"role": role, "content": value}])
+        return value if isinstance(value, str) else json.dumps(value), []
 
     def request(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
@@ -118,7 +131,8 @@ def openenv(
         request(stack.enter_context, client)
         state, reward = request(client.reset, seed=seed_of(problem)), None
         while not state.done:
-            text = yield Reply(text=render(state.observation), role=role, reward=reward)
+            said, images = render(state.observation)
+            text = yield Reply(text=said, role=role, reward=reward, images=images)
             state = request(client.step, {action: text})
             reward = float(state.reward or 0.0)
         return reward or 0.0

@@ -76,6 +76,8 @@ LAKE = {"id": "FrozenLake-v1", "actions": ["left", "Down", "right", "up"], "args
     ("gymnasium", {**LAKE, "id": "FrozenLke-v1"}, "args: id: .*FrozenLake"),
     ("gymnasium", {**LAKE, "actions": []}, "args: actions: name all of them"),
     ("gymnasium", {**LAKE, "actions": "left"}, "args.actions: "),
+    ("gymnasium", {**LAKE, "args": {"is_slipery": False}}, "args: args: .*is_slipery"),
+    ("gymnasium", {"id": "tests.environments.pixels:Pixels-v0", "actions": ["a", "b"]}, r"shape \(64, 64, 3\), .*1000"),
 ])  # fmt: skip
 def test_args_that_are_wrong_are_refused_before_the_run(name, args, words):
     if name == "gymnasium":
@@ -206,7 +208,7 @@ class Guess(Action):
     message: str
 
 class Hint(Observation):
-    hint: str
+    hint: str | list
 
 class Game(Environment):
     def __init__(self):
@@ -220,7 +222,8 @@ class Game(Environment):
     def step(self, action, timeout_s=None, **more):
         self.count += 1
         right = int(action.message) == self.number
-        return Hint(hint="larger", done=right, reward=1.0 if right else -0.1)
+        seen = [{"type": "text", "text": "larger"}, {"type": "image", "image": "a.png"}]
+        return Hint(hint=seen if self.count > 1 else "larger", done=right, reward=1.0 if right else -0.1)
 
     @property
     def state(self):
@@ -247,7 +250,7 @@ def test_openenv_is_played_over_its_server(tmp_path):
         guesses = iter(["3", "5", "7"])
         args = {"url": f"http://127.0.0.1:{port}", "action": "message", "observation": "hint"}
         said, rewards, outcome = played("openenv", args, lambda said: next(guesses))
-        assert said == ["Guess.", "larger", "larger"] and rewards == [None, -0.1, -0.1] and outcome == 1.0
+        assert said == ["Guess.", "larger", "larger<image>"] and rewards == [None, -0.1, -0.1] and outcome == 1.0
     finally:
         server.kill()
         server.wait()
