@@ -19,7 +19,7 @@ from count import FUNCTION, ROOT, line_sets
 PATH: Mapping[str, Sequence[str]] = {
     "the command and its config": [
         "cli/main.py::main",
-        "cli/training.py::train",
+        "cli/train.py::train",
         "config/loading.py::load_config",
         "config/loading.py::read_tree",
         "config/overrides.py::parse_overrides",
@@ -58,7 +58,7 @@ PATH: Mapping[str, Sequence[str]] = {
         "trainer/loop.py::fit",
     ],
     "sampling": [
-        "trainer/rl.py::RolloutTraining.collect",
+        "trainer/rollout_training.py::RolloutTraining.collect",
         "trainer/sources.py::RefillingSource.collect",
         "trainer/sources.py::EngineSource.draw",
         "data/curriculum.py::Curriculum.take",

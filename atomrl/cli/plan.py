@@ -62,7 +62,7 @@ def plan_run(arguments: argparse.Namespace) -> int:
 
 def plan_for_machine(arguments: argparse.Namespace, report: dict[str, Any]) -> int:
     """Plan for this machine. Adds the numbers to `report`."""
-    from atomrl.cli.training import dry_run_sections, print_section
+    from atomrl.cli.train import dry_run_sections, print_section
     from atomrl.config import load_config
     from atomrl.data.checks import first_rows
     from atomrl.data.files import DataNotHere

@@ -19,7 +19,8 @@ from pydantic import ValidationError
 
 from atomrl.common.errors import describe_error
 from atomrl.common.outages import is_away, is_busy
-from atomrl.common.secrets import mask_secrets, without_secrets
+from atomrl.common.redaction import without_secrets
+from atomrl.common.secrets import mask_secrets
 from atomrl.data.columns import IMAGES
 from atomrl.rewards.errors import NoScore, RewardError, RewardStop
 from atomrl.rewards.scorer import VERL_PARAMETERS, Scorer, is_async, parameters_of, takes_any

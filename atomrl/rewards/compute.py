@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from atomrl.common import outages
 from atomrl.common.hangs import progress
 from atomrl.common.outages import Outage, ServiceGone
-from atomrl.common.secrets import without_secrets
+from atomrl.common.redaction import without_secrets
 from atomrl.data.files import error_list
 from atomrl.rewards.calling import Outcome, Score, Task, call, columns_of, instantiate
 from atomrl.rewards.errors import RewardError, RewardStop
