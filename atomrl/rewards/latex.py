@@ -55,7 +55,7 @@ _SENTENCE = re.compile(r"[a-z0-9)}]\.\s+[A-Z]")
 
 
 def boxed(prompts: list[Any], completions: list[str], ground_truth: list[Any], **columns: Any) -> list[float]:
-    r"""Return 1.0 if the last box (`rewards.extraction.last_boxed`) equals the ground truth, else 0.0 (also without a box).
+    r"""Return 1.0 if the last box (`extraction.last_boxed`) equals the ground truth, else 0.0 (also without a box).
 
     Answers are equal if `rewards.answers.answers_equal` says so, if they are the same text in different LaTeX, or if
     math-verify parses both and `same` holds: `\frac12` and 0.5, `x=3` and 3, `\sqrt8` and `2\sqrt2`, `\{1, 2\}` and
