@@ -28,6 +28,7 @@ PATH: Mapping[str, Sequence[str]] = {
         "algorithms/__init__.py::objective_of",
         "objectives/objective.py::Objective.override",
         "objectives/overrides.py::changed",
+        "objectives/overrides.py::_choice_after",
         "objectives/overrides.py::validated",
     ],
     "the run and its data": [
@@ -76,6 +77,7 @@ PATH: Mapping[str, Sequence[str]] = {
         "rewards/calling.py::call",
         "rewards/verifiable.py::strict_math",
         "rewards/answers.py::answers_equal",
+        "rewards/calling.py::_parse_result",
         "rewards/calling.py::_parse_score",
         "rewards/compute.py::Rewards.judge",
     ],

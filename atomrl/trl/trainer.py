@@ -148,7 +148,7 @@ class Trainer:
             raise ConfigError(
                 f"class {cls.__name__} overrides {', '.join(internal)} of a trainer, which nothing calls here: "
                 "training is AtomRL's loop. A loss, a reward or an advantage of your own is a function in a config "
-                "(docs/development/extending.md); a trainer may only get further methods"
+                "(docs/reference/extension_points.md); a trainer may only get further methods"
             )
 
     def __init__(
