@@ -135,7 +135,7 @@ def kl_to_start(drawn: Sequence[Drawn], start: Any) -> float:
 
 def accuracy_by_problem(tree: Mapping[str, Any], model: str, folder: Path) -> list[float]:
     """The share of correct completions of each held-out problem."""
-    from atomrl.cli.models import evaluate_config
+    from atomrl.cli.eval import evaluate_config
 
     config = load_config(merge_trees(tree, {"model": {"path": model}, "rollout": {"engine": "native"}}))
     result, _ = evaluate_config(config, "", folder / "eval.json")

@@ -126,10 +126,11 @@ def recorded(module: types.ModuleType) -> Iterator[list]:
 def step_on(module, device: torch.device, rows: int, adapters: int = 0, dtype=torch.bfloat16, **shape):
     """A step of `rows` rows as a function, all of its tensors on a device."""
     from atomrl.engines.native.cache import DecodeBatch
-    from atomrl.engines.native.decode_step import DecodeStep, Drawing, StepRows
+    from atomrl.engines.native.decode_step import DecodeStep
     from atomrl.engines.native.decoder import DecoderModel
     from atomrl.engines.native.linear import WideLinear
-    from atomrl.engines.native.pages import PagedKVCache
+    from atomrl.engines.native.paged_cache import PagedKVCache
+    from atomrl.engines.native.step_ops import Drawing, StepRows
     from atomrl.models.decoder_spec import DecoderSpec
     from atomrl.protocols import Adapter
 
@@ -162,7 +163,7 @@ def example_rows(cache):
     """Four rows of two groups, for a cache that holds 33 tokens of each."""
     from atomrl.engines.native.batching import GROUP, LENGTH, MEMBER, PROMPT_LENGTH, SLOT
     from atomrl.engines.native.cache import DecodeBatch
-    from atomrl.engines.native.decode_step import StepRows, tiles_of
+    from atomrl.engines.native.step_ops import StepRows, tiles_of
 
     state = torch.zeros(10, 4, dtype=torch.int64)
     state[SLOT], state[GROUP], state[MEMBER] = torch.arange(4), torch.tensor([0, 0, 1, 0]), torch.tensor([0, 1, 0, 2])
@@ -235,7 +236,7 @@ def ragged_memory(rows: int = 256, members: int = 8, prompt: int = 250, mean: fl
     """
     from atomrl.engines.native.decoder import DecoderModel
     from atomrl.engines.native.linear import WideLinear
-    from atomrl.engines.native.pages import PagedKVCache
+    from atomrl.engines.native.paged_cache import PagedKVCache
     from atomrl.models.decoder_spec import DecoderSpec
 
     chance = random.Random(0)
@@ -332,7 +333,7 @@ def run_schedule(engine, seed: int, weights) -> dict:
 def compare_schedules(count: int, slots=None, pages=None) -> tuple[int, int, float]:
     """Tokens drawn in random schedules, those that pages drew otherwise than slots, and the largest difference of a
     log-prob."""
-    from atomrl.engines.native.decode_step import PlainOps
+    from atomrl.engines.native.step_ops import PlainOps
 
     with tempfile.TemporaryDirectory() as folder:
         slots, pages = (tiny_engine(Path(folder), ops, num_hidden_layers=1) for ops in (None, PlainOps()))

@@ -235,8 +235,8 @@ class Bench:
 
     def native_engine(self) -> Any:
         """The native engine, by pages on a CPU too."""
-        from atomrl.engines.native.decode_step import PlainOps
         from atomrl.engines.native.engine import NativeEngine
+        from atomrl.engines.native.step_ops import PlainOps
         from atomrl.models.loading import load_tokenizer
 
         ops = PlainOps() if self.cpu else None
@@ -560,7 +560,7 @@ def machine(cpu: bool) -> str:
     """One line: the device and the versions."""
     import torch
 
-    from atomrl.tracking.environment import installed_version
+    from atomrl.tracking.system_info import installed_version
 
     device = "CPU, tiny shapes: no figures" if cpu else torch.cuda.get_device_name()
     python = ".".join(map(str, sys.version_info[:3]))

@@ -55,7 +55,7 @@ def put_replies_into_the_loss() -> None:
     import torch
 
     from atomrl.data.rows import to_rows
-    from atomrl.trainer import rl
+    from atomrl.trainer import rollout_training
 
     def rows_with_replies(*arguments: Any, **options: Any) -> Any:
         rows = to_rows(*arguments, **options)
@@ -64,7 +64,7 @@ def put_replies_into_the_loss() -> None:
         # the engine has no log-probs of what it did not draw
         return replace(rows, loss_mask=after, rollout=replace(rows.rollout, logprobs=None))
 
-    rl.to_rows = rows_with_replies  # type: ignore[attr-defined]
+    rollout_training.to_rows = rows_with_replies  # type: ignore[attr-defined]
 
 
 def atomrl(arguments: Sequence[str], log: Path, *options: str) -> dict[str, float]:

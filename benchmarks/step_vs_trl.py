@@ -61,13 +61,14 @@ def make_atomrl_step(folder: Path, workload: str, arguments: argparse.Namespace)
     from atomrl.algorithms import objective_of
     from atomrl.backends.local import LocalBackend
     from atomrl.config import load_config
-    from atomrl.data.curriculum import Curriculum, PromptStream
+    from atomrl.data.curriculum import Curriculum
     from atomrl.data.processor import DataProcessor
+    from atomrl.data.prompt_stream import PromptStream
     from atomrl.models.loading import load_tokenizer
     from atomrl.rewards.compute import build_rewards
     from atomrl.trainer.build import build_engine, device_name
     from atomrl.trainer.loop import Progress, fit
-    from atomrl.trainer.rl import RolloutTraining
+    from atomrl.trainer.rollout_training import RolloutTraining
     from atomrl.trainer.sources import EngineSource
     from atomrl.types import Problem, SamplingParams
     from atomrl.weight_sync import InProcessTransfer

@@ -11,7 +11,7 @@ from typing import Any
 
 import griffe
 
-from atomrl.atoms import parsed_source
+from atomrl.atoms.catalog import parsed_source
 
 LINK = re.compile(r"\[(?P<text>[^\]\n]*(?:\n[^\]\n]*)?)\]\((?P<target>[^)\s]+)\)")
 log = logging.getLogger("mkdocs.plugins.docs_site")

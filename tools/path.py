@@ -19,7 +19,7 @@ from count import FUNCTION, ROOT, line_sets
 PATH: Mapping[str, Sequence[str]] = {
     "the command and its config": [
         "cli/main.py::main",
-        "cli/training.py::train",
+        "cli/train.py::train",
         "config/loading.py::load_config",
         "config/loading.py::read_tree",
         "config/overrides.py::parse_overrides",
@@ -28,6 +28,7 @@ PATH: Mapping[str, Sequence[str]] = {
         "algorithms/__init__.py::objective_of",
         "objectives/objective.py::Objective.override",
         "objectives/overrides.py::changed",
+        "objectives/overrides.py::_choice_after",
         "objectives/overrides.py::validated",
     ],
     "the run and its data": [
@@ -58,7 +59,7 @@ PATH: Mapping[str, Sequence[str]] = {
         "trainer/loop.py::fit",
     ],
     "sampling": [
-        "trainer/rl.py::RolloutTraining.collect",
+        "trainer/rollout_training.py::RolloutTraining.collect",
         "trainer/sources.py::RefillingSource.collect",
         "trainer/sources.py::EngineSource.draw",
         "data/curriculum.py::Curriculum.take",
@@ -76,6 +77,7 @@ PATH: Mapping[str, Sequence[str]] = {
         "rewards/calling.py::call",
         "rewards/verifiable.py::strict_math",
         "rewards/answers.py::answers_equal",
+        "rewards/calling.py::_parse_result",
         "rewards/calling.py::_parse_score",
         "rewards/compute.py::Rewards.judge",
     ],

@@ -58,17 +58,3 @@ def source_of(function: Callable[..., Any]) -> Source:
     """Return the equation and the paper of an atom; empty for any other function."""
     source = getattr(function, "source", None)
     return source if isinstance(source, Source) else Source()
-
-
-def parsed_source(node: ast.FunctionDef) -> Source | None:
-    r"""Return the equation and the paper of an atom from its parsed code, which needs no torch; None for others.
-
-    Example:
-        >>> parsed_source(ast.parse('@atom("y = x^2")\ndef square(x):\n    "Square."').body[0])
-        Source(text='y = x^2', latex='', paper='')
-    """
-    for call in node.decorator_list:
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "atom":
-            values = [ast.literal_eval(value) for value in call.args]
-            return Source(*values, **{str(item.arg): ast.literal_eval(item.value) for item in call.keywords})
-    return None

@@ -20,7 +20,7 @@ from atomrl.atoms.logprobs import head_logits, row_logprobs
 from atomrl.atoms.natural_gradient import fisher_vector_product, flat
 from atomrl.backends.collective import Collective
 from atomrl.backends.optimizer import Optimizer
-from atomrl.backends.roles import SOURCES, TRAINED, Role, RoleName, enable_checkpointing, sources
+from atomrl.backends.roles import SOURCES, TRAINED, Role, RoleName, enable_checkpointing, paths_of_roles, sources
 from atomrl.backends.token_recorder import TokenRecorder
 from atomrl.batches import (
     RowBatch,
@@ -58,7 +58,6 @@ from atomrl.protocols import (
     RoundedWeights,
     RowUnit,
     UpdateOutput,
-    needs_teacher,
 )
 
 log = logging.getLogger(__name__)
@@ -202,14 +201,8 @@ class BaseBackend(ABC):
         self._token_numbers: dict[str, Tensor] = {}
         self.roles: dict[RoleName, Role] = {}
         self.loaded_roles = roles
-        needs, critic = algorithm.needs | algorithm.outputs, critic or CriticConfig()
-        paths: dict[RoleName, str | None] = {
-            "reward_model" if "scores" in needs else "policy": model.path,
-            "reference": model.path if "ref_logprobs" in needs and model.lora is None else None,
-            "teacher": teacher if needs_teacher(algorithm) else None,
-            "critic": (critic.path or model.path) if "values" in needs else None,
-        }
-        for name, path in paths.items():
+        critic = critic or CriticConfig()
+        for name, path in paths_of_roles(algorithm, model, critic, teacher).items():
             if path is not None and (roles is None or name in roles):
                 loaded, optimizer = self.load_model(name, path, model), None
                 if name in TRAINED:

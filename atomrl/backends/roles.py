@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 import torch
 
 from atomrl.backends.optimizer import Optimizer
-from atomrl.config import ConfigError, ModelConfig
+from atomrl.config import ConfigError, CriticConfig, ModelConfig
 from atomrl.models.loading import load_policy, load_tokenizer, model_config_only, save_model
 from atomrl.models.lora import has_adapters, save_adapters
 from atomrl.models.older_readers import make_readable
@@ -20,7 +20,7 @@ from atomrl.models.reward_model import Reader
 from atomrl.models.scalar import HFScalar, ScalarModel, load_scalar, save_scalar
 from atomrl.models.shapes import text_config
 from atomrl.models.transformers_model import HFModel
-from atomrl.protocols import Output
+from atomrl.protocols import Algorithm, Output, needs_teacher
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,20 @@ class Role:
     """None: frozen."""
     without_adapters: bool = False
     """True for the reference of a run with adapters: it is the policy's model with adapters disabled."""
+
+
+def paths_of_roles(
+    algorithm: Algorithm, model: ModelConfig, critic: CriticConfig, teacher: str | None
+) -> dict[RoleName, str | None]:
+    """Return the model of each role, policy or reward model first; None: the algorithm does not need the role, or the
+    reference is the policy without its adapters."""
+    needs = algorithm.needs | algorithm.outputs
+    return {
+        "reward_model" if "scores" in needs else "policy": model.path,
+        "reference": model.path if "ref_logprobs" in needs and model.lora is None else None,
+        "teacher": teacher if needs_teacher(algorithm) else None,
+        "critic": (critic.path or model.path) if "values" in needs else None,
+    }
 
 
 def load_role(

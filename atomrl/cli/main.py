@@ -12,11 +12,12 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from atomrl.common.errors import did_you_mean, reraise_as
-from atomrl.common.secrets import without_secrets
+from atomrl.common.redaction import without_secrets
 from atomrl.common.terminal import printable_output
 
 Run = Callable[[argparse.Namespace], int]
@@ -38,10 +39,9 @@ ELSEWHERE = {
 
 
 class Command(NamedTuple):
-    """A command: `add_NAME(parser)` in its module adds arguments and returns the `Run`; its docstring is the help."""
+    """A command: `add_NAME(parser)` in `atomrl.cli.NAME` adds arguments and returns the `Run`; its docstring is the
+    help."""
 
-    module: str
-    """Module in `atomrl.cli`."""
     summary: str
     """One line for `atomrl --help`."""
     subcommands: Mapping[str, str] = {}
@@ -50,10 +50,9 @@ class Command(NamedTuple):
 
 GROUPS = {
     "prepare": {
-        "init": Command("projects", "make a project of your own: config, reward, test and data"),
-        "import": Command("projects", "turn a script or config of TRL, verl or OpenRLHF into a config"),
+        "init": Command("make a project of your own: config, reward, test and data"),
+        "import": Command("turn a script or config of TRL, verl or OpenRLHF into a config"),
         "data": Command(
-            "data",
             "check a data file; make, tokenize or serve data",
             {
                 "check": "read a data file as a run would, and report every error",
@@ -62,16 +61,15 @@ GROUPS = {
                 "serve": "serve the documents of a corpus to models that search",
             },
         ),
-        "reward": Command("rewards", "score the completions of a file or a run with rewards"),
-        "explain": Command("objective", "print a config's objective: equation, atoms, papers"),
-        "plan": Command("plan", "estimate the memory and the time of a run"),
+        "reward": Command("score the completions of a file or a run with rewards"),
+        "explain": Command("print a config's objective: equation, atoms, papers"),
+        "plan": Command("estimate the memory and the time of a run"),
     },
     "train": {
-        "run": Command("scripts", "run a script or notebook of TRL or unsloth as it is"),
-        "train": Command("training", "train by a config: RL, SFT, preferences, reward model, pretraining"),
-        "tune": Command("tune", "search for better values of a config's keys"),
+        "run": Command("run a script or notebook of TRL or unsloth as it is"),
+        "train": Command("train by a config: RL, SFT, preferences, reward model, pretraining"),
+        "tune": Command("search for better values of a config's keys"),
         "pool": Command(
-            "pool",
             "sample rollouts in separate processes, into rollout pools",
             {
                 "fill": "sample completions into a rollout pool",
@@ -84,15 +82,15 @@ GROUPS = {
         ),
     },
     "inspect": {
-        "doctor": Command("doctor", "diagnose a run, or this machine"),
-        "rollouts": Command("runs", "show a run's completions, or write them to a file"),
-        "compare": Command("runs", "compare runs: table, curves, or the first difference of two"),
-        "ui": Command("runs", "show runs in a browser, live"),
+        "doctor": Command("diagnose a run, or this machine"),
+        "rollouts": Command("show a run's completions, or write them to a file"),
+        "compare": Command("compare runs: table, curves, or the first difference of two"),
+        "ui": Command("show runs in a browser, live"),
     },
     "use a model": {
-        "eval": Command("models", "score a model on held-out problems"),
-        "generate": Command("models", "complete a prompt"),
-        "export": Command("models", "write a checkpoint as a plain model folder, adapters merged"),
+        "eval": Command("score a model on held-out problems"),
+        "generate": Command("complete a prompt"),
+        "export": Command("write a checkpoint as a plain model folder, adapters merged"),
     },
 }
 """Commands by purpose, as in `atomrl --help`."""
@@ -177,7 +175,8 @@ def run_command(path: Sequence[str], rest: Sequence[str]) -> int:
 
 def fill_parser(parser: argparse.ArgumentParser, path: Sequence[str]) -> Run:
     """Add the help and the arguments of a command to a parser, and return the command's `Run`."""
-    module = importlib.import_module(f"atomrl.cli.{COMMANDS[path[0]].module}")
+    name = path[0] + "_" * iskeyword(path[0])  # import_.py: Python has no module `import`
+    module = importlib.import_module(f"atomrl.cli.{name}")
     add = getattr(module, f"add_{'_'.join(path)}")
     parser.prog, parser.description = " ".join(["atomrl", *path]), inspect.getdoc(add)
     setattr(parser, "color", False)  # Python 3.14 would colour the help  # noqa: B010

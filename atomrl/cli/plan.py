@@ -62,13 +62,13 @@ def plan_run(arguments: argparse.Namespace) -> int:
 
 def plan_for_machine(arguments: argparse.Namespace, report: dict[str, Any]) -> int:
     """Plan for this machine. Adds the numbers to `report`."""
-    from atomrl.cli.training import dry_run_sections, print_section
+    from atomrl.cli.train import dry_run_sections, print_section
     from atomrl.config import load_config
     from atomrl.data.checks import first_rows
     from atomrl.data.files import DataNotHere
     from atomrl.models.loading import ModelNotHere
     from atomrl.planner.forecast import forecast, signal
-    from atomrl.planner.plan import budget_of, memory_lines, plan_here
+    from atomrl.planner.plan import budget_of, plan_here
     from atomrl.trainer import prepare_run
     from atomrl.trainer.build import algorithm_of, rank_total
 
@@ -93,16 +93,11 @@ def plan_for_machine(arguments: argparse.Namespace, report: dict[str, Any]) -> i
         if isinstance(absent, ModelNotHere):
             print("\nunknown whether it fits; for well-known models `--gpu CARD` needs no network")
             return 2
-    fits, ranks = True, rank_total(config)
+    fits = True
     if config.gpt is None:
-        algorithm = algorithm_of(config) if prepared is None else prepared.algorithm
-        plan = plan_here(config, algorithm, ranks, budget)
-        lines, fits = memory_lines(plan.memory, budget, place)
+        plan = plan_here(config, prepared.algorithm if prepared else algorithm_of(config), rank_total(config), budget)
         report |= numbers(plan)
-        of = f", of the first of {ranks} ranks" if ranks > 1 else ""
-        print(f"\nmemory, from shapes, at the longest rows{of}:", *lines, sep="\n  ")
-        if not fits:
-            print_helpful(plan)
+        fits = print_memory(plan, budget, place)
     elif not arguments.probe:
         print("\nno estimate from shapes for a fresh model; --probe measures it")
     if arguments.probe and prepared is not None:
@@ -114,6 +109,20 @@ def plan_for_machine(arguments: argparse.Namespace, report: dict[str, Any]) -> i
     if arguments.signal is not None:
         print("\nsignal:", *signal(config, arguments.signal), sep="\n  ")
     return 0 if fits else 1
+
+
+def print_memory(plan: Plan, budget: int, place: str) -> bool:
+    """Print the memory of a plan by phase, and what helps if it does not fit; return True if it fits."""
+    from atomrl.planner.plan import memory_lines
+    from atomrl.trainer.build import rank_total
+
+    ranks = rank_total(plan.config)
+    lines, fits = memory_lines(plan.memory, budget, place)
+    of = f", of the first of {ranks} ranks" if ranks > 1 else ""
+    print(f"\nmemory, from shapes, at the longest rows{of}:", *lines, sep="\n  ")
+    if not fits:
+        print_helpful(plan)
+    return fits
 
 
 def numbers(plan: Plan) -> dict[str, Any]:

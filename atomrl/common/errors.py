@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from atomrl.common.secrets import without_secrets
+from atomrl.common.redaction import without_secrets
 
 MAX_LISTED = 100
 

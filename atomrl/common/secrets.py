@@ -7,8 +7,11 @@ everything that is derived from the config.
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+from atomrl.common.errors import ConfigError
+from atomrl.common.redaction import secret_variables
 
 MASK = "[secret-left-out]"
 _REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)\}")
@@ -44,65 +47,6 @@ _USER = re.compile(r"(?<=://)(?!git@)[^/@\s]+(?=@)")
 _QUERY = re.compile(rf"(?i)([?&;][\w.-]*(?:{_ENDS}|sig|signature|code)=)([^&;#\s]+)")
 _OPTION = re.compile(rf"(?i)((?:^|\s)-{{0,2}}[\w-]*(?:{_ENDS})[\"']?\s*[=:]\s*)(.+)")
 _FLAG = re.compile(rf"(?i)--?[\w-]*(?:{_ENDS})")
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Known secrets in any text: in the message of an error, for example.
-
-SECRET_WORDS = r"token|secret|password|passwd|credential|api[_-]?key"
-"""Words in the names of variables and options that have secrets, as a pattern."""
-MIN_SECRET = 8
-"""Minimum length of a secret; shorter values of variables with such names are flags and numbers."""
-_registered: set[str] = set()
-
-
-def register_secrets(secrets: Iterable[str]) -> None:
-    """Register secrets of a config, so that `without_secrets` removes them too."""
-    _registered.update(value for value in secrets if len(value) >= MIN_SECRET)
-
-
-def without_secrets(text: str) -> str:
-    """Redact the values of environment variables that contain secrets, and the secrets of the config.
-
-    Apply it before a text is cut: the rest of a secret would not be recognised.
-
-    Example:
-        >>> os.environ["JUDGE_API_KEY"] = "abcd-1234"
-        >>> without_secrets("401 for key abcd-1234")
-        '401 for key [redacted]'
-        >>> del os.environ["JUDGE_API_KEY"]
-    """
-    for value in sorted([*secret_variables().values(), *_registered], key=len, reverse=True):
-        text = text.replace(value, "[redacted]")
-    return text
-
-
-def redacted(value: Any) -> Any:
-    """Return a tree without the secrets in its texts, as trackers and the terminal get it: others may read these.
-
-    Example:
-        >>> os.environ["JUDGE_API_KEY"] = "abcd-1234"
-        >>> redacted([{"completion": "the key is abcd-1234", "reward": 1.0}])
-        [{'completion': 'the key is [redacted]', 'reward': 1.0}]
-        >>> del os.environ["JUDGE_API_KEY"]
-    """
-    if isinstance(value, Mapping):
-        return {key: redacted(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [redacted(item) for item in value]
-    return without_secrets(value) if isinstance(value, str) else value
-
-
-def secret_variables() -> dict[str, str]:
-    """Return the environment variables whose names say that they contain secrets."""
-    return {name: value for name, value in os.environ.items() if len(value) >= MIN_SECRET and _SECRET_NAME.search(name)}
-
-
-_SECRET_NAME = re.compile(rf"(?i)(?:{SECRET_WORDS}|[_-]key)s?(?:$|_)")
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Secrets in a config.
 
 
 def mask_secrets(tree: Any, key: str = "") -> Any:
@@ -173,6 +117,21 @@ def check_unmasked(tree: Any, where: str = "") -> None:
             "--resume, too), or name an environment variable in it: ${NAME} in tools, headers_env and api_key_env of "
             "rewards; your own code can read os.environ"
         )
+
+
+def refuse_secrets(config_text: str) -> None:
+    """Check that a config contains no secret of the environment: it is written to the run's folder and sent to
+    trackers.
+
+    Raises:
+        ConfigError: it does, for example because a shell expanded `$API_KEY` in an override.
+    """
+    for name, value in secret_variables().items():
+        if value in config_text:
+            raise ConfigError(
+                f"the config contains the value of the environment variable {name}, and is written to the run's "
+                "folder. Remove it, and read the variable in the code that needs it"
+            )
 
 
 def expand_variables(text: str) -> str:

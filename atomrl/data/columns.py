@@ -155,23 +155,7 @@ def check_used(
     """
     given = [*(() if isinstance(prompt, str) else prompt), *later]
     messages = [*([prompt] if isinstance(prompt, str) else ()), *(message["content"] for message in given)]
-    images = images_of(row)
-    for text in messages:
-        if found := _PLACEHOLDER.search(text.replace(PLACE, "") if images else text):
-            if images:
-                raise DataError(f"the prompt has {found[0]}; write {PLACE} where a picture is")
-            raise DataError(
-                f"the prompt has {found[0]}, the place of a picture, a film or sound, and the row has no pictures, or "
-                "the run reads text alone: remove it, or the row"
-            )
-    holders = [("column", row), *(("key", message) for message in given)]
-    for what, holder in holders:
-        others = (name for name in MEDIA if name in holder and name not in used and not (images and name == IMAGES))
-        if name := next((name for name in others if _filled(holder[name])), None):
-            raise DataError(
-                f"{what} {name!r} has pictures, films or sound, and the run reads text alone: remove the {what} if "
-                "the text can be understood without it, or the row"
-            )
+    _check_media(row, used, given, messages)
     if trained is not None:
         for name in ROW_WEIGHTS:
             if name not in used and row.get(name) is not None and not _all_trained(row[name]):
@@ -191,6 +175,27 @@ def check_used(
             )
     if TEMPLATE_KWARGS not in used and _filled(row.get(TEMPLATE_KWARGS)):
         raise DataError("column 'chat_template_kwargs': set data.chat_template_kwargs for all rows; remove the column")
+
+
+def _check_media(row: Mapping[str, Any], used: Iterable[str], given: Sequence[Message], texts: Sequence[str]) -> None:
+    """Check that no picture, film or sound of a row is left over, in a column, a message or the middle of a text."""
+    images = images_of(row)
+    for text in texts:
+        if found := _PLACEHOLDER.search(text.replace(PLACE, "") if images else text):
+            if images:
+                raise DataError(f"the prompt has {found[0]}; write {PLACE} where a picture is")
+            raise DataError(
+                f"the prompt has {found[0]}, the place of a picture, a film or sound, and the row has no pictures, or "
+                "the run reads text alone: remove it, or the row"
+            )
+    holders = [("column", row), *(("key", message) for message in given)]
+    for what, holder in holders:
+        others = (name for name in MEDIA if name in holder and name not in used and not (images and name == IMAGES))
+        if name := next((name for name in others if _filled(holder[name])), None):
+            raise DataError(
+                f"{what} {name!r} has pictures, films or sound, and the run reads text alone: remove the {what} if "
+                "the text can be understood without it, or the row"
+            )
 
 
 def _filled(value: Any) -> bool:

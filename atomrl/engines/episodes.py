@@ -23,7 +23,7 @@ from atomrl.common.chat_template import (
 )
 from atomrl.common.files import write_bytes
 from atomrl.common.hangs import progress
-from atomrl.common.secrets import without_secrets
+from atomrl.common.redaction import without_secrets
 from atomrl.config import EnvironmentConfig
 from atomrl.data.columns import PLACE
 from atomrl.data.image_reader import ImageReader

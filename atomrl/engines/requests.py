@@ -21,7 +21,7 @@ from atomrl.config import ConfigError
 from atomrl.engines.stop_rule import StopRule
 from atomrl.models.vision import Patches
 from atomrl.protocols import FrozenBase, RolloutEngine, RoundedWeights, WeightHash, WeightUpdate
-from atomrl.tracking.environment import installed_version
+from atomrl.tracking.system_info import installed_version
 from atomrl.types import FinishReason, GenerationOutput, GenerationRequest, RaggedIds, SamplingParams, Segment
 
 DIVERGED = (

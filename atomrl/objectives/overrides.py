@@ -59,33 +59,47 @@ def changed(where: str, field: FieldInfo, current: Any, change: Any) -> Any:
         current = current[0] if len(current) == 1 and not is_list else None
     names = [*kinds] if is_list or off is None else [*kinds, off]
 
-    choices: list[Choice] = []
-    for item in change if is_list else [change]:
-        # Find the class by its type.
-        values = {"type": item} if isinstance(item, str) else item
-        if not isinstance(values, Mapping):
-            raise ValueError(f"{where} must be a type or a mapping of parameters, got {item!r}")
-        name = values.get("type", current.type if current else None)
-        if name is None:
-            raise ValueError(f"{where}.type is missing; valid: {', '.join(kinds)}")
-        if "custom" in kinds and name not in kinds and ":" in str(name):
-            raise ValueError(f"{where}: give your own function as {{type: custom, function: {str(name)!r}}}")
-        check_name(f"{where}.type", name, names)
-        if name not in kinds:  # switched off, but with fields
-            raise ValueError(f"{where} of type {name} has no parameters, got {dict(values)}; give {where}={name}")
-
-        # Set its fields, over the current ones if the type stays.
-        kind = kinds[name]
-        fields = {key: value for key, value in values.items() if key != "type"}
-        for key in fields:
-            check_name(f"{where} of type {name}", key, list(kind.model_fields))
-        base = dict(current) if current is not None and (isinstance(current, kind) or kind.keeps_fields) else {}
-        choice = validated(kind, where, base | fields)
-        if isinstance(choice, Custom) and may_import():
-            with reraise_as(ValueError, f"{where}.function", ValueError):
-                choice.check_arguments()
-        choices.append(choice)
+    choices = [_choice_after(where, kinds, names, current, item) for item in (change if is_list else [change])]
     return tuple(choices) if several else choices[0]
+
+
+def _choice_after(
+    where: str, kinds: Mapping[str, type[Choice]], names: Sequence[str], current: Choice | None, change: Any
+) -> Choice:
+    """Return a choice after a change of its type, of its fields, or of both.
+
+    Args:
+        kinds: classes of the axis by type.
+        names: valid types, with that which switches the axis off.
+        current: the choice before; None: there is none.
+
+    Raises:
+        ValueError: as `changed`.
+    """
+    # Find the class by its type.
+    values = {"type": change} if isinstance(change, str) else change
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where} must be a type or a mapping of parameters, got {change!r}")
+    name = values.get("type", current.type if current else None)
+    if name is None:
+        raise ValueError(f"{where}.type is missing; valid: {', '.join(kinds)}")
+    if "custom" in kinds and name not in kinds and ":" in str(name):
+        raise ValueError(f"{where}: give your own function as {{type: custom, function: {str(name)!r}}}")
+    check_name(f"{where}.type", name, names)
+    if name not in kinds:  # switched off, but with fields
+        raise ValueError(f"{where} of type {name} has no parameters, got {dict(values)}; give {where}={name}")
+
+    # Set its fields, over the current ones if the type stays.
+    kind = kinds[name]
+    fields = {key: value for key, value in values.items() if key != "type"}
+    for key in fields:
+        check_name(f"{where} of type {name}", key, list(kind.model_fields))
+    base = dict(current) if current is not None and (isinstance(current, kind) or kind.keeps_fields) else {}
+    choice = validated(kind, where, base | fields)
+    if isinstance(choice, Custom) and may_import():
+        with reraise_as(ValueError, f"{where}.function", ValueError):
+            choice.check_arguments()
+    return choice
 
 
 def validated(kind: type[Model], where: str, values: Mapping[str, Any]) -> Model:

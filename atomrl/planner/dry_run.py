@@ -9,7 +9,7 @@ from typing import Literal
 
 from atomrl.config import PreferenceConfig, RunConfig, SftConfig
 from atomrl.data.checks import repetitions
-from atomrl.data.curriculum import check_classes
+from atomrl.data.curriculum_setup import check_classes
 from atomrl.data.files import DataNotHere
 from atomrl.data.given import demonstration_reader, preference_reader
 from atomrl.data.images import ImageStore
@@ -19,14 +19,7 @@ from atomrl.environments.worker import find_environment
 from atomrl.models.loading import ModelNotHere, resolve_folder
 from atomrl.rewards.compute import build_rewards
 from atomrl.trainer.base import memory_sections
-from atomrl.trainer.build import (
-    algorithm_of,
-    image_reader,
-    image_store,
-    images_folder,
-    model_path,
-    with_steps,
-)
+from atomrl.trainer.build import algorithm_of, image_reader, image_store, images_folder, model_path, with_steps
 from atomrl.trainer.checks.config import check_best, check_ranks, check_savers
 from atomrl.trainer.pretrain import describe_windows
 from atomrl.trainer.rl import batch_lines

@@ -12,7 +12,7 @@ from atomrl.models.shapes import text_config
 from atomrl.models.stream import packs_rows
 from atomrl.planner.gpus import Gpu
 from atomrl.trainer.build import chosen_class
-from atomrl.trainer.memory import shares_base
+from atomrl.trainer.colocation import shares_base
 
 PRODUCT_SHARE = 0.75
 """Share of the TFLOPS that large matrix products reach. Measured on one H200: 737 of 989 in updates, 2026-11-26."""

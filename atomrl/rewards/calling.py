@@ -19,7 +19,8 @@ from pydantic import ValidationError
 
 from atomrl.common.errors import describe_error
 from atomrl.common.outages import is_away, is_busy
-from atomrl.common.secrets import mask_secrets, without_secrets
+from atomrl.common.redaction import without_secrets
+from atomrl.common.secrets import mask_secrets
 from atomrl.data.columns import IMAGES
 from atomrl.rewards.errors import NoScore, RewardError, RewardStop
 from atomrl.rewards.scorer import VERL_PARAMETERS, Scorer, is_async, parameters_of, takes_any
@@ -188,7 +189,6 @@ def call(scorer: Scorer, payload: Mapping[str, Any]) -> Outcome:
         started = time.perf_counter()
         size = len(payload["trajectories"] if scorer.style == "trajectories" else payload["completions"])
         try:
-            # Call the function with the arguments of its calling convention.
             result: Any
             if scorer.style == "trajectories":
                 result = function(payload["trajectories"])
@@ -196,35 +196,11 @@ def call(scorer: Scorer, payload: Mapping[str, Any]) -> Outcome:
                 prompts, completions = payload["prompts"], payload["completions"]
                 result = function(prompts=prompts, completions=completions, **payload["columns"], **args)
             else:
-                # verl's: the parameters that the function has; a function for a batch has them in the plural.
-                columns, batch = payload["columns"], scorer.style == "compute_scores"
-                values = {
-                    "data_source": columns["data_source"],
-                    "solution_str": payload["completions"],
-                    "ground_truth": columns["ground_truth"],
-                    "extra_info": [item or {} for item in columns.get("extra_info", [None] * size)],
-                }
-                parameters = parameters_of(function) or {}
-                arguments = {f"{name}s" if batch else name: column for name, column in values.items()}
-                if not takes_any(parameters):
-                    arguments = {name: column for name, column in arguments.items() if name in parameters}
-                if batch:
-                    result = function(**arguments, **args)
-                else:
-                    rows = [dict(zip(arguments, row, strict=True)) for row in zip(*arguments.values(), strict=True)]
-                    result = [function(**row, **args) for row in rows]
+                result = _call_as_verl(scorer, payload, args)
             # Await an async function: its one call, or its calls for each completion.
             if inspect.isawaitable(result) or (scorer.style == "compute_score" and is_async(function)):
                 result = asyncio.run(_await(result))
-            # Check that there is one value per completion, and parse the values.
-            if hasattr(result, "tolist"):  # numpy, torch
-                result = result.tolist()
-            if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Sequence):
-                outcome = failed(size, "invalid", f"it must return a list of numbers, not {type(result).__name__}")
-            elif len(result) != size:
-                outcome = failed(size, "invalid", f"it returned {len(result)} values for {size} completions")
-            else:
-                outcome = Outcome([_parse_score(value) for value in result])
+            outcome = _parse_result(result, size)
         except RewardStop:
             raise
         except BaseException as error:  # also SystemExit, and asyncio's CancelledError
@@ -233,6 +209,37 @@ def call(scorer: Scorer, payload: Mapping[str, Any]) -> Outcome:
             message = describe_error(error, place=True) + _messages_hint(error, payload)
             outcome = failed(size, _kind_of(error), message)
         return outcome._replace(seconds=time.perf_counter() - started)
+
+
+def _call_as_verl(scorer: Scorer, payload: Mapping[str, Any], args: Mapping[str, Any]) -> Any:
+    """Call a function of verl's interface with the parameters that it has: once for a batch, with their names in the
+    plural, or once for each completion."""
+    columns, batch = payload["columns"], scorer.style == "compute_scores"
+    values = {
+        "data_source": columns["data_source"],
+        "solution_str": payload["completions"],
+        "ground_truth": columns["ground_truth"],
+        "extra_info": [item or {} for item in columns.get("extra_info", [None] * len(payload["completions"]))],
+    }
+    parameters = parameters_of(scorer.function) or {}
+    arguments = {f"{name}s" if batch else name: column for name, column in values.items()}
+    if not takes_any(parameters):
+        arguments = {name: column for name, column in arguments.items() if name in parameters}
+    if batch:
+        return scorer.function(**arguments, **args)
+    rows = [dict(zip(arguments, row, strict=True)) for row in zip(*arguments.values(), strict=True)]
+    return [scorer.function(**row, **args) for row in rows]
+
+
+def _parse_result(result: Any, size: int) -> Outcome:
+    """Check that there is one value per completion, and parse the values."""
+    if hasattr(result, "tolist"):  # numpy, torch
+        result = result.tolist()
+    if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Sequence):
+        return failed(size, "invalid", f"it must return a list of numbers, not {type(result).__name__}")
+    if len(result) != size:
+        return failed(size, "invalid", f"it returned {len(result)} values for {size} completions")
+    return Outcome([_parse_score(value) for value in result])
 
 
 def _kind_of(error: BaseException) -> FailureKind:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from atomrl.common import outages
 from atomrl.common.hangs import progress
 from atomrl.common.outages import Outage, ServiceGone
-from atomrl.common.secrets import without_secrets
+from atomrl.common.redaction import without_secrets
 from atomrl.data.files import error_list
 from atomrl.rewards.calling import Outcome, Score, Task, call, columns_of, instantiate
 from atomrl.rewards.errors import RewardError, RewardStop
@@ -400,6 +400,16 @@ class Rewards:
                 probes[task.scorer] = task.alone(task.rows[turn % len(task.rows)])
         return [replace(task) for task in probes.values()]
 
+    def _warn_of_new_kinds(self, name: str, failures: Sequence[tuple[Trajectory, RewardFailure]]) -> None:
+        """Log each kind of failure of a reward once in the run."""
+        for item, failure in failures:
+            if (name, failure.kind) not in self._warned:
+                self._warned.add((name, failure.kind))
+                log.warning(
+                    "reward %r has no value for %s: %s: %s (more are counted in reward/%s/%s and marked in the "
+                    "rollouts)", name, _describe(item), failure.kind, failure.message, name, COUNTERS[failure.kind],
+                )  # fmt: skip
+
     def judge(self, scored: Sequence[Trajectory]) -> None:
         """Log new kinds of failures in a batch, and stop the run if a reward keeps failing.
 
@@ -414,16 +424,8 @@ class Rewards:
             gave_values.setdefault(ENVIRONMENT, any(episode.failure is None for episode in episodes))
 
         for name, gave_value in gave_values.items():
-            # Log each new kind of failure once.
             failures = [(item, each) for item in scored for each in item.reward_failures if each.reward == name]
-            for item, failure in failures:
-                if (name, failure.kind) not in self._warned:
-                    self._warned.add((name, failure.kind))
-                    log.warning(
-                        "reward %r has no value for %s: %s: %s (more are counted in reward/%s/%s and marked in the "
-                        "rollouts)", name, _describe(item), failure.kind, failure.message, name,
-                        COUNTERS[failure.kind],
-                    )  # fmt: skip
+            self._warn_of_new_kinds(name, failures)
             # Stop if it has failed on every completion, of the run so far or of `patience` batches in a row.
             self._failures[name] += len(failures)
             if gave_value:

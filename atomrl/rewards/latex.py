@@ -23,7 +23,7 @@ from sympy import Integer
 from atomrl.rewards.answers import answers_equal, ascii_digits, fold, parse_number, require_truth, truth_text
 from atomrl.rewards.equality import UnreadableError, rounds_to, same, same_value, tamed
 from atomrl.rewards.errors import require
-from atomrl.rewards.format import last_boxed
+from atomrl.rewards.extraction import last_boxed
 from atomrl.rewards.regions import read_region, same_regions
 from atomrl.rewards.units import Quantity, clock_time, same_unit, split_base, split_unit
 
@@ -55,7 +55,7 @@ _SENTENCE = re.compile(r"[a-z0-9)}]\.\s+[A-Z]")
 
 
 def boxed(prompts: list[Any], completions: list[str], ground_truth: list[Any], **columns: Any) -> list[float]:
-    r"""Return 1.0 if the last box (`rewards.format.last_boxed`) equals the ground truth, else 0.0 (also without a box).
+    r"""Return 1.0 if the last box (`extraction.last_boxed`) equals the ground truth, else 0.0 (also without a box).
 
     Answers are equal if `rewards.answers.answers_equal` says so, if they are the same text in different LaTeX, or if
     math-verify parses both and `same` holds: `\frac12` and 0.5, `x=3` and 3, `\sqrt8` and `2\sqrt2`, `\{1, 2\}` and
@@ -120,23 +120,45 @@ def _equal(answer: str | None, wanted: str) -> bool:
     values = [_SET.fullmatch(one) or _VALUES.fullmatch(one) for one in (given, gold)]
     if (values[0] and _TUPLE.fullmatch(gold)) or (values[1] and _TUPLE.fullmatch(given)):
         return False  # {1, 2} and x = 1, 2 are neither a point nor an interval
-    if clock_time(given) is None or clock_time(gold) is None:
-        (names, parts), (gold_names, gold_parts) = _ratio(given), _ratio(gold)
-        if parts or gold_parts:
-            return (names == gold_names or not (names and gold_names)) and _same_ratio(parts, gold_parts)
+    if (ratios := _ratios(given, gold)) is not None:
+        return ratios
     if _is_text(gold) or _DOTS.search(_repeating(given)):
         return False
-    one, other = clock_time(given), clock_time(gold)
-    if one and other:
-        return one[:3] == other[:3] and (one[3] == other[3] or not (one[3] and other[3]))
-    bases = split_base(given), split_base(gold)
-    if bases[0] or bases[1]:
-        digits = [base[0] if base else text for base, text in zip(bases, (given, gold), strict=True)]
-        return digits[0] == digits[1] and (bases[0] is None or bases[1] is None or bases[0][1] == bases[1][1])
+    if (times := _times(given, gold)) is not None:
+        return times
+    if (digits := _digits(given, gold)) is not None:
+        return digits
     quantities = split_unit(given), split_unit(gold)
     if quantities[0].unit or quantities[1].unit:  # the m of 5 m is a unit if the other answer has a unit
         quantities = split_unit(given, bool(quantities[1].unit)), split_unit(gold, bool(quantities[0].unit))
     return _same_quantity(*quantities)
+
+
+def _ratios(given: str, gold: str) -> bool | None:
+    """Compare two answers as ratios; None where neither is one, or both are times of day."""
+    if clock_time(given) is not None and clock_time(gold) is not None:
+        return None
+    (names, parts), (gold_names, gold_parts) = _ratio(given), _ratio(gold)
+    if not (parts or gold_parts):
+        return None
+    return (names == gold_names or not (names and gold_names)) and _same_ratio(parts, gold_parts)
+
+
+def _times(given: str, gold: str) -> bool | None:
+    """Compare two times of day; None where one answer is none."""
+    one, other = clock_time(given), clock_time(gold)
+    if not (one and other):
+        return None
+    return one[:3] == other[:3] and (one[3] == other[3] or not (one[3] and other[3]))
+
+
+def _digits(given: str, gold: str) -> bool | None:
+    """Compare the digits of two numbers, of which one has a base; None where none has."""
+    bases = split_base(given), split_base(gold)
+    if not (bases[0] or bases[1]):
+        return None
+    digits = [base[0] if base else text for base, text in zip(bases, (given, gold), strict=True)]
+    return digits[0] == digits[1] and (bases[0] is None or bases[1] is None or bases[0][1] == bases[1][1])
 
 
 def _regions(given: str, gold: str) -> bool | None:

@@ -69,15 +69,7 @@ def cases_of(tests: Any, row: Mapping[str, Any]) -> list[Case]:
     if isinstance(tests, str):
         cases = [Case(source=setup + source) for source in _sources(tests, row.get("entry_point"))]
     elif isinstance(tests, Mapping) and {"inputs", "outputs"} <= {*tests}:
-        name = tests.get("fn_name") or row.get("fn_name")
-        if isinstance(tests["inputs"], str) or isinstance(tests["outputs"], str):
-            raise ValueError(f"inputs and outputs must be lists: {str(tests)[:200]!r}")
-        if len(tests["inputs"]) != len(tests["outputs"]):
-            raise ValueError(f"there are {len(tests['inputs'])} inputs and {len(tests['outputs'])} outputs")
-        outputs = list(tests["outputs"])
-        if name and all(isinstance(one, list) and len(one) == 1 for one in outputs):
-            outputs = [one[0] for one in outputs]
-        cases = [_case(given, wanted, name) for given, wanted in zip(tests["inputs"], outputs, strict=True)]
+        cases = _paired(tests, tests.get("fn_name") or row.get("fn_name"))
     elif isinstance(tests, list) and all(isinstance(item, str) for item in tests):
         for item in tests:
             _require_test(item)
@@ -89,6 +81,18 @@ def cases_of(tests: Any, row: Mapping[str, Any]) -> list[Case]:
     if not cases:
         raise ValueError("there are no tests")
     return cases
+
+
+def _paired(tests: Mapping[str, Any], function: str | None) -> list[Case]:
+    """Return a test for each of `inputs` and `outputs`, of a program or of calls of a function (APPS)."""
+    if isinstance(tests["inputs"], str) or isinstance(tests["outputs"], str):
+        raise ValueError(f"inputs and outputs must be lists: {str(tests)[:200]!r}")
+    if len(tests["inputs"]) != len(tests["outputs"]):
+        raise ValueError(f"there are {len(tests['inputs'])} inputs and {len(tests['outputs'])} outputs")
+    outputs = list(tests["outputs"])
+    if function and all(isinstance(one, list) and len(one) == 1 for one in outputs):
+        outputs = [one[0] for one in outputs]
+    return [_case(given, wanted, function) for given, wanted in zip(tests["inputs"], outputs, strict=True)]
 
 
 def _parsed(text: str) -> Any:

@@ -11,7 +11,8 @@ from typing import Any
 from atomrl.rewards.answers import parse_number
 from atomrl.rewards.errors import require
 from atomrl.rewards.expressions import MAX_CHARS, evaluate_arithmetic, is_tame_formula
-from atomrl.rewards.format import split_strict, tagged_answer
+from atomrl.rewards.extraction import tagged_answer
+from atomrl.rewards.format import split_strict
 
 LITERAL_TASKS = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
 ARITHMETIC_TASKS = ("countdown", "puzzle24")

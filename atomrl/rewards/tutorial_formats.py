@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from atomrl.rewards.format import TAGS, tagged_answer
+from atomrl.rewards.extraction import tagged_answer
+from atomrl.rewards.format import TAGS
 
 _MARKS = ("<think>\n", "</think>\n", "<answer>\n", "</answer>\n")
 

@@ -15,7 +15,8 @@ from atomrl.rewards.answers import (
     require_truths,
     truth_text,
 )
-from atomrl.rewards.format import is_heading, last_boxed, marked_answer, marked_lines, split_strict, tagged_answer
+from atomrl.rewards.extraction import is_heading, last_boxed, marked_answer, marked_lines, tagged_answer
+from atomrl.rewards.format import split_strict
 from atomrl.rewards.units import MULTIPLES
 
 _MULTIPLE = (
@@ -60,7 +61,7 @@ _NAMED = re.compile(r"\s*[A-Za-z_]\w*\s*=[\s$(]*")
 def exact_match(
     prompts: list[Any], completions: list[str], ground_truth: list[Any], format_score: float = 0.0, **columns: Any
 ) -> list[float]:
-    """Return 1.0 if the answer (`rewards.format.extract_answer`) is exactly the ground truth.
+    """Return 1.0 if the answer (`rewards.extraction.extract_answer`) is exactly the ground truth.
 
     Only surrounding white space is ignored. A ground truth of 42.0, as pandas may store integers, also accepts 42. A
     wrong answer scores `format_score` if it is marked (by `<answer>`, `####` or `\\boxed{}`), else 0.0.

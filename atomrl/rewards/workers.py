@@ -17,7 +17,8 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
-from atomrl.common.secrets import mask_secrets, register_secrets, secrets_of, without_secrets
+from atomrl.common.redaction import register_secrets, without_secrets
+from atomrl.common.secrets import mask_secrets, secrets_of
 from atomrl.common.workers import (
     LOAD_LIMIT_S,
     PROCESS_ENDED,

@@ -1,18 +1,21 @@
-"""Recompute a recorded step with another objective."""
+"""Replay a recorded step of a run under another objective: loss and gradient of each token."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from atomrl.batches import RowBatch, rows_from_fields, select_rows
+from atomrl.config import ConfigError, load_config, merge_trees, parse_overrides, read_tree
 from atomrl.data.rows import to_training_batches, with_advantages
 from atomrl.objectives import PolicyObjective
 from atomrl.protocols import ModelOutputs
-from atomrl.tracking.reading.token_records import TokenTable
+from atomrl.tracking.reading import load_run
+from atomrl.tracking.reading.token_records import TokenTable, recorded_steps
 
 OUTPUTS = {"logprobs", "entropy", "values"}
 """Outputs of the forward pass that an objective may use. A critic's values are not recorded: its loss is left out."""
@@ -127,3 +130,65 @@ def _check(algorithm: PolicyObjective, rows: RowBatch, outputs: dict[str, Tensor
     missing += sorted(set(algorithm.outputs) - OUTPUTS)
     if missing:
         raise ValueError(f"this objective reads {', '.join(missing)}, which the run did not record")
+
+
+def objectives(folder: Path, overrides: list[str]) -> tuple[PolicyObjective, PolicyObjective]:
+    """Return the run's objective, and the changed one.
+
+    Raises:
+        ConfigError: a change is not of `algorithm`, or the objective is not a policy objective.
+    """
+    changes = parse_overrides(overrides)
+    if set(changes) - {"algorithm"}:
+        wrong = ", ".join(sorted(set(changes) - {"algorithm"}))
+        raise ConfigError(
+            f"{wrong}: a replay can only change keys of `algorithm`; other keys would change the rollouts"
+        )
+    path, resolved = folder / "config.yaml", []
+    tree = {key: value for key, value in read_tree(path, {}).items() if key != "tracking"}  # of no use for a replay
+    axes = changes.get("algorithm", {})
+    # With another name start from its own axes: the run's config lists all of its axes, which would override them.
+    changed = {**tree, "algorithm": axes} if "name" in axes else merge_trees(tree, changes)
+    for config_tree in (tree, changed):
+        config = load_config(config_tree, name=str(path))
+        if not isinstance(config.algorithm, PolicyObjective):
+            raise ConfigError(f"{config.algorithm.name} has no per-token loss; only policy gradients can be replayed")
+        resolved.append(config.algorithm.resolved(max_completion_tokens=config.rollout.max_completion_tokens))
+    before, after = resolved
+    if before.shaping.mask_truncated and not after.shaping.mask_truncated:
+        raise ConfigError("algorithm.shaping.mask_truncated: the run masked those tokens and has no log-probs for them")
+    return before, after
+
+
+def recorded(folder: Path, step: int | None) -> TokenTable:
+    """Read the recorded tokens of a step; None: of the newest step with recorded tokens.
+
+    Raises:
+        ValueError: the run, or the step, has no recorded tokens.
+    """
+    steps = list(recorded_steps(folder / "rollouts"))
+    if not steps:
+        raise ValueError(f"{folder} has no recorded tokens: train with tracking.tokens of at least 1")
+    table = load_run(folder).tokens(steps[-1] if step is None else step)
+    if table is None:
+        recorded = ", ".join(map(str, steps[:5])) + (f", ..., {steps[-1]}" if len(steps) > 5 else "")
+        raise ValueError(f"step {step} has no recorded tokens; steps that have: {recorded}")
+    return table
+
+
+def by_token(table: TokenTable, one: Replayed, other: Replayed) -> list[dict[str, Any]]:
+    """Return one row per token with its recorded values and those under both objectives."""
+    columns: dict[str, Any] = {
+        "token_id": table.tokens["tokens"], "trained": one.mask, "logprob": table.tokens["logprobs"],
+        "log_ratio": one.log_ratio, "advantage": one.advantages, "loss": one.loss, "gradient": one.gradient,
+        "clipped": one.clipped, "changed_log_ratio": other.log_ratio, "changed_advantage": other.advantages,
+        "changed_loss": other.loss, "changed_gradient": other.gradient, "changed_clipped": other.clipped,
+    }  # fmt: skip
+    lists = {name: values.tolist() for name, values in columns.items()}
+    rows = []
+    for row, completion in enumerate(table.rows["trajectory_index"].tolist()):
+        span = table.span(row)
+        for index in range(span.start, span.stop):
+            position = {"step": table.step, "completion": completion, "token": index - span.start}
+            rows.append(position | {name: values[index] for name, values in lists.items()})
+    return rows

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from atomrl.common.secrets import redacted
+from atomrl.common.redaction import redacted
 from atomrl.common.terminal import printable, printable_output
 from atomrl.tracking.reading.metrics import accuracies, held_out_rewards
 from atomrl.tracking.reading.token_records import IMAGES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from atomrl.common.secrets import redacted
+from atomrl.common.redaction import redacted
 from atomrl.config import RunConfig
 from atomrl.tracking.console import ProgressBar, describe_evaluation
 from atomrl.tracking.doctor import Doctor

@@ -34,13 +34,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from atomrl.common.errors import nearest
 from atomrl.common.files import flush_to_disk, write_bytes, write_jsonl
-from atomrl.common.secrets import mask_secrets, register_secrets, without_secrets
+from atomrl.common.redaction import register_secrets, without_secrets
+from atomrl.common.secrets import mask_secrets, refuse_secrets
 from atomrl.config import CheckpointConfig, ConfigError, RunConfig, dump_config, read_yaml
 from atomrl.tracking import checkpoints
 from atomrl.tracking.checkpoints import disk_full_named, step_folder, step_folders
 from atomrl.tracking.doctor.findings import EVALUATED, Finding, is_evaluation
 from atomrl.tracking.durable import write_durably, write_json_durably
-from atomrl.tracking.environment import describe_environment, describe_failure, refuse_secrets
 from atomrl.tracking.reading.lines import read_mapping, read_metrics
 from atomrl.tracking.reading.lock import LOCK, Locked, acquire_lock, lock_owner, release_lock, same_folder
 from atomrl.tracking.reading.run import FUNCTIONS
@@ -48,6 +48,7 @@ from atomrl.tracking.reading.state import FAILURE, LOG
 from atomrl.tracking.reading.token_records import TOKENS
 from atomrl.tracking.resuming import config_changes, stopping_changes
 from atomrl.tracking.run_log import RunLog
+from atomrl.tracking.system_info import describe_failure, describe_system
 from atomrl.types import Episode, Trajectory
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ class RunDirectory:
         except OSError as error:
             raise ConfigError(f"cannot write to {run.path} (output_dir/run_name): {error.strerror}") from error
         try:
-            environment = describe_environment() | {"identity": dict(identity)}
+            environment = describe_system() | {"identity": dict(identity)}
             if resume and has_config:
                 environment = run._reopen(config, allow_changes, environment)
             (run.path / FAILURE).unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from atomrl.common.secrets import without_secrets
+from atomrl.common.redaction import without_secrets
 
 
 class RunLog(logging.Handler):

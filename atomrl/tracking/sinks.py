@@ -13,7 +13,7 @@ from contextvars import copy_context
 from typing import Any
 
 from atomrl.common.errors import reraise_as
-from atomrl.common.secrets import redacted, without_secrets
+from atomrl.common.redaction import redacted, without_secrets
 from atomrl.config import ConfigError, RunConfig
 from atomrl.tracking.console import prompt_text
 from atomrl.tracking.reading.lines import flat_tree

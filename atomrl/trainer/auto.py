@@ -28,8 +28,8 @@ from atomrl.models.memory import IN_CPU_MEMORY, MOST_TOKENS, SHARDED
 from atomrl.models.shapes import text_config
 from atomrl.models.vision import why_no_images
 from atomrl.protocols import Algorithm
-from atomrl.tracking.environment import installed_version
 from atomrl.tracking.run_directory import is_begun
+from atomrl.tracking.system_info import installed_version
 from atomrl.trainer.build import (
     ENGINES,
     algorithm_of,
@@ -39,6 +39,7 @@ from atomrl.trainer.build import (
     why_no_pictures,
     with_settings,
 )
+from atomrl.trainer.colocation import shares_base
 from atomrl.trainer.memory import (
     CONTEXT_GIB,
     GIB,
@@ -49,7 +50,6 @@ from atomrl.trainer.memory import (
     memory_estimate,
     peak_of,
     sampling_bytes,
-    shares_base,
 )
 
 log = logging.getLogger(__name__)

@@ -20,11 +20,11 @@ from atomrl.common.launchers import launched, unmet_request
 from atomrl.common.memory import readable
 from atomrl.common.threads import adaptive_threads
 from atomrl.config import RunConfig
-from atomrl.data.curriculum import PromptStream
 from atomrl.data.hub import pinned
 from atomrl.data.image_reader import ImageReader
 from atomrl.data.images import ImageStore
 from atomrl.data.processor import DataProcessor
+from atomrl.data.prompt_stream import PromptStream
 from atomrl.models.loading import resolve_folder
 from atomrl.protocols import Algorithm, TrainingBackend
 from atomrl.tracking.checkpoint_format import PROGRESS, check_sharded, record_from

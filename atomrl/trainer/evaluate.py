@@ -14,7 +14,8 @@ from atomrl.data.rows import by_group
 from atomrl.engines.generation import generate
 from atomrl.protocols import RewardComputer, RolloutEngine
 from atomrl.rewards.answers import normalise_text, parse_number
-from atomrl.rewards.format import extract_answer, has_strict_format, reasoning_text
+from atomrl.rewards.extraction import extract_answer
+from atomrl.rewards.format import has_strict_format, reasoning_text
 from atomrl.tracking.run_directory import rollout_rows
 from atomrl.types import Problem, SamplingParams
 

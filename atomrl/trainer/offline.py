@@ -15,12 +15,12 @@ from atomrl.atoms.masks import masked_sum
 from atomrl.batches import AdvantageBatch, RowBatch
 from atomrl.common.metrics import Metrics
 from atomrl.config import ConfigError, PreferenceConfig, RunConfig, SftConfig
-from atomrl.data.curriculum import PromptStream
 from atomrl.data.files import DataError
 from atomrl.data.given import demonstration_reader, preference_reader
 from atomrl.data.messages import COMPLETIONS
 from atomrl.data.problems import LoadReport, load_problems
 from atomrl.data.processor import DataProcessor, read_system_prompt
+from atomrl.data.prompt_stream import PromptStream
 from atomrl.data.tasks import task_words
 from atomrl.data.tokenized import TokenizedSamples
 from atomrl.engines.stop_rule import eos_token_ids

@@ -1,12 +1,10 @@
-"""Reinforcement learning: `RLRun` sets up a run on rollouts, `RolloutTraining` is its part of a step of `fit`."""
+"""Reinforcement learning: `RLRun` sets up a run on rollouts; its part of a step of `fit` is in `rollout_training`."""
 
 import json
-import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
 from itertools import chain
@@ -15,29 +13,23 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 from atomrl.algorithms.reward_model import RewardModelObjective
-from atomrl.batches import AdvantageBatch, RowBatch, concat_turns
-from atomrl.common.chat_template import stop_tokens
 from atomrl.common.files import model_identity, write_text
-from atomrl.common.metrics import Metrics
-from atomrl.common.threads import single_thread
 from atomrl.config import RunConfig, load_config
 from atomrl.data.checks import repetitions
-from atomrl.data.curriculum import CurriculumState, build_curriculum, check_classes, check_curriculum
+from atomrl.data.curriculum import CurriculumState
+from atomrl.data.curriculum_setup import build_curriculum, check_classes, check_curriculum
 from atomrl.data.images import ImageStore
 from atomrl.data.problems import load_problems
 from atomrl.data.processor import DataProcessor
 from atomrl.data.prompt_lengths import read_lengths, write_lengths
-from atomrl.data.rows import to_rows
 from atomrl.models.loading import compute_dtype, model_config_only, resolve_folder
 from atomrl.models.memory import count_parameters
 from atomrl.objectives.choice import not_none
 from atomrl.pool.store import RolloutPool
 from atomrl.pool.weights import PublishedWeights
-from atomrl.protocols import Algorithm, RewardFunction, RolloutEngine, TrainingBackend, WeightTransfer
+from atomrl.protocols import Algorithm, RewardFunction, RolloutEngine, WeightTransfer
 from atomrl.rewards.actor import move_models
 from atomrl.rewards.compute import Rewards, build_rewards
-from atomrl.rewards.errors import RewardError
-from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.resuming import tokenizer_identity
 from atomrl.trainer import build
 from atomrl.trainer.async_source import AsyncRolloutSource
@@ -54,152 +46,17 @@ from atomrl.trainer.checks.data import (
 )
 from atomrl.trainer.checks.engine import check_correction, check_end, check_engine
 from atomrl.trainer.checks.environment import check_columns, check_environment, check_outcome, with_tools
-from atomrl.trainer.evaluate import evaluate
-from atomrl.trainer.loop import MAX_IDLE_STEPS, Evaluation, Progress
-from atomrl.trainer.memory import engine_sleeps, rounds_into_engine, why_two_copies
+from atomrl.trainer.colocation import engine_sleeps, rounds_into_engine, why_two_copies
 from atomrl.trainer.own_functions.sources import function_sources
 from atomrl.trainer.own_functions.trial import check_own_functions
 from atomrl.trainer.pool_source import PoolSource
-from atomrl.trainer.report.metrics import rollout_metrics, update_metrics
-from atomrl.trainer.report.stopwatch import Stopwatch
-from atomrl.trainer.report.tokens import TokenRecord, mark_recorded
-from atomrl.trainer.sources import EngineSource, Groups, GroupSource
-from atomrl.types import DISTRIBUTION_KEYS, Problem, Trajectory
+from atomrl.trainer.rollout_training import HeldOut, RolloutTraining
+from atomrl.trainer.sources import EngineSource, GroupSource
+from atomrl.types import DISTRIBUTION_KEYS, Problem
 from atomrl.weight_sync import InProcessTransfer
 
-log = logging.getLogger(__name__)
 REWARD_TOTALS = "reward_totals.json"
 """File in the run's folder: requests to reward services and their cost, over all attempts of the run."""
-
-
-class HeldOut(NamedTuple):
-    """Engine, problems and rewards of evaluations."""
-
-    engine: RolloutEngine
-    problems: Sequence[Problem]
-    rewards: Rewards
-
-
-@dataclass(kw_only=True)
-class RolloutTraining:
-    """`loop.Training` on rollouts: samples groups, scores them, makes rows, and sends weights to the engine."""
-
-    source: GroupSource
-    transfer: WeightTransfer
-    trainer: TrainingBackend
-    algorithm: Algorithm
-    processor: DataProcessor
-    record: Recorder
-    config: RunConfig
-    progress: Progress
-    sleeper: RolloutEngine | None = None
-    """The engine, if it shares a GPU with the trainer: it sleeps during updates to free memory."""
-    held_out: HeldOut | None = None
-    totals: Callable[[], dict[str, float]] = dict
-    """Called after rewards were computed; returns the run's totals (requests, cost) as metrics."""
-    says_right: bool = True
-    """Whether the first reward grades answers as right or wrong (`Rewards.says_right`)."""
-    accepted: Groups = field(default_factory=list)
-    refused: Groups = field(default_factory=list)
-
-    @property
-    def drawn(self) -> list[Trajectory]:
-        """All trajectories of the step."""
-        return [*chain(*self.accepted), *chain(*self.refused)]
-
-    def collect(self, step: int, watch: Stopwatch) -> RowBatch:
-        """Sample the groups of a step and score them; return the rows of those that the algorithm accepts.
-
-        Draws other prompts if no completion has a reward.
-
-        Raises:
-            RewardError: the rewards are expected to fail for good (`Rewards.judge`), or no completion had a reward in
-                `MAX_IDLE_STEPS` attempts.
-        """
-        config, failed = self.config, Groups()
-        try:
-            for tries in range(1, MAX_IDLE_STEPS + 1):
-                self.accepted, self.refused = self.source.collect(config.items_per_step, step, watch)
-                drawn = self.drawn
-                if not drawn or any(item.reward is not None for item in drawn):
-                    break
-                failed += [*self.accepted, *self.refused]
-                failures = [failure for item in drawn for failure in item.reward_failures]
-                why = f"{failures[0].kind}: {failures[0].message}" if failures else "all returned None"
-                log.warning("step %d: none of %d completions has a reward (%s); try %d", step, len(drawn), why, tries)
-            else:
-                text = f"no completion had a reward in {MAX_IDLE_STEPS} attempts, last: {why}"
-                raise RewardError(f"step {step}: {text}", [*chain(*failed)])
-        except RewardError as error:
-            if error.scored:  # record the completions on which the reward failed
-                self.record.log_rollouts(step, error.scored, {})
-            raise
-        finally:
-            self.totals()
-        self.refused = [*failed, *self.refused]
-        self.progress.idle_steps = 0 if self.accepted else self.progress.idle_steps + 1
-        rows = to_rows(list(chain(*self.accepted)), config.train.max_row_tokens, version=step - 1)
-        return mark_recorded(rows, config.tracking.tokens if config.tracking.save_rollouts else 0)
-
-    @contextmanager
-    def updating(self) -> Iterator[None]:
-        if self.sleeper is None:
-            yield
-            return
-        self.sleeper.sleep()
-        yield
-        self.trainer.free_memory()  # the engine needs it on the same GPU
-        self.sleeper.wake()
-
-    def sync_weights(self, step: int, watch: Stopwatch) -> None:
-        with watch("sync_weights"):
-            self.transfer(step)
-
-    def report(
-        self, step: int, batch: AdvantageBatch, updates: Sequence[Metrics], tokens: TokenRecord, watch: Stopwatch
-    ) -> dict[str, float]:
-        drawn = self.drawn
-        self.record.log_rollouts(step, drawn, mean_advantages(batch))
-        if recorded := tokens.tensors():
-            self.record.log_tokens(step, recorded, tokens.state)
-        stops = {*stop_tokens(self.processor.tokenizer), *self.config.rollout.stop_token_ids}
-        with single_thread():
-            metrics = rollout_metrics(drawn, batch, stops, self.says_right)
-        if self.source.curriculum.rejects:
-            groups = len(self.accepted) + len(self.refused)
-            metrics["rollout/groups_drawn"] = float(groups)
-            metrics["rollout/groups_accepted"] = float(len(self.accepted))
-            metrics["rollout/groups_missing"] = float(self.config.items_per_step - len(self.accepted))
-            metrics["rollout/acceptance_rate"] = len(self.accepted) / max(1, groups)
-        total = sum(item.prompt_tokens + item.response_tokens for item in drawn)
-        curriculum = self.source.curriculum
-        self.progress.position, self.progress.pending, self.progress.curriculum = curriculum.state()
-        metrics |= watch.metrics(total) | update_metrics(updates)
-        return metrics | self.source.metrics() | curriculum.metrics() | self.totals()
-
-    def evaluate(self) -> Evaluation | None:
-        if self.held_out is None:
-            return None
-        engine, problems, rewards = self.held_out
-        try:
-            with self.source.quiet():
-                result = evaluate(
-                    engine, problems, self.processor, rewards, build.eval_sampling(self.config),
-                    says_right=self.says_right,
-                )  # fmt: skip
-        finally:
-            self.totals()
-        names = ("accuracy", "reward", "format", "reasoning_tokens")
-        known = {name: value for name in names if not math.isnan(value := result.overall[name].mean)}
-        return Evaluation(result.metrics(), known, result.rows)
-
-
-def mean_advantages(batch: AdvantageBatch) -> dict[int, float]:
-    """Return the mean advantage over the trained tokens of each trajectory, by its index."""
-    batch = concat_turns(batch)
-    tokens = batch.loss_mask.sum(1).clamp(min=1)
-    means: list[float] = ((batch.advantages * batch.loss_mask).sum(1) / tokens).tolist()
-    return dict(zip(not_none(batch.trajectory_index).tolist(), means, strict=True))
 
 
 # The set-up of a run in steps. Each returns what the next ones need: only a config that `choose_engine` returned has an

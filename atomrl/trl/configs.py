@@ -331,8 +331,24 @@ class TRLConfig(TrainingArguments, metaclass=_ConfigType):
             raise ConfigError(f"{called} has no argument {name!r}; {did_you_mean(name, sorted(known))}")
         if left := sorted(values.keys() - t.read_keys - OF_SCRIPT - WITHOUT_MEANING.keys()):
             raise t.refuse(left[0], values[left[0]], "it has no counterpart")
-        # Drop what the trainer's own arguments set, and follow this machine where the script does not choose.
-        tree = {key: value for key, value in t.tree.items() if key not in ("run_name", "reward")}
+        tree, on_cpu = self._for_this_machine(t.tree, values)
+        checked: RunConfig = load_config(
+            merge_trees(tree, {"run_name": "-", "model": {"path": "-"}, "data": {"train": "-"}}), name=called
+        )
+        assert (checked.kind == "rl") == TRAINERS[self.kind].samples
+        notes = [f"{called}: the defaults are those of TRL {VERSION}"]
+        notes += [f"differs from TRL: {line}" for line in t.differences]
+        notes += [f"{', '.join(idle)}: no effect here"] if idle else []
+        if values.get("use_vllm") and TRAINERS[self.kind].samples and tree["rollout"]["engine"] != "vllm":
+            notes.append("use_vllm: vLLM is not installed (pip install 'atomrl[vllm]'); using AtomRL's own engine")
+        return t, tree, [*notes, *on_cpu, *t.left]
+
+    def _for_this_machine(
+        self, translated: Mapping[str, Any], values: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Return the sections without what the trainer's own arguments set, following this machine where the script
+        does not choose; and a note on what has no effect here."""
+        tree = {key: value for key, value in translated.items() if key not in ("run_name", "reward")}
         tree["data"] = {key: value for key, value in tree["data"].items() if key not in ("train", "answer_field")}
         tree["data"]["chat_template"] = "messages_only"
         tree["model"] = {key: value for key, value in tree["model"].items() if key != "path"}
@@ -347,16 +363,7 @@ class TRLConfig(TrainingArguments, metaclass=_ConfigType):
             tree["backend"] = {"type": "fsdp"}
         if TRAINERS[self.kind].samples and values.get("use_vllm") and find_spec("vllm") is not None:
             tree["rollout"]["engine"] = "vllm"
-        checked: RunConfig = load_config(
-            merge_trees(tree, {"run_name": "-", "model": {"path": "-"}, "data": {"train": "-"}}), name=called
-        )
-        assert (checked.kind == "rl") == TRAINERS[self.kind].samples
-        notes = [f"{called}: the defaults are those of TRL {VERSION}"]
-        notes += [f"differs from TRL: {line}" for line in t.differences]
-        notes += [f"{', '.join(idle)}: no effect here"] if idle else []
-        if values.get("use_vllm") and TRAINERS[self.kind].samples and tree["rollout"]["engine"] != "vllm":
-            notes.append("use_vllm: vLLM is not installed (pip install 'atomrl[vllm]'); using AtomRL's own engine")
-        return t, tree, [*notes, *on_cpu, *t.left]
+        return tree, on_cpu
 
     @property
     def _defaults(self) -> dict[str, Any]:

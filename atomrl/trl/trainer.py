@@ -148,7 +148,7 @@ class Trainer:
             raise ConfigError(
                 f"class {cls.__name__} overrides {', '.join(internal)} of a trainer, which nothing calls here: "
                 "training is AtomRL's loop. A loss, a reward or an advantage of your own is a function in a config "
-                "(docs/development/extending.md); a trainer may only get further methods"
+                "(docs/reference/extension_points.md); a trainer may only get further methods"
             )
 
     def __init__(
@@ -176,6 +176,28 @@ class Trainer:
             self.args.check(batches=True)
         self._given = GivenModel(model)
         self._notes += self._given.notes
+        self._open_tokenizer(model, tokenizer)
+        self._model: Any = None if self._given.is_name else model
+        self._callbacks, self._events = split_callbacks(callbacks or ())
+        self._open_adapters(peft_config)
+        self.run_dir = _run_dir(self.args.output_dir, self.kind, type(self.args).__name__)
+        self.config: RunConfig | None = None
+        """The resolved config of the run; None before `train`."""
+        self._train_rows, self._eval_rows = self._read_rows(train_dataset, eval_dataset)
+        self._reads_pictures = has_pictures(self._train_rows)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self._items: list[dict[str, Any]] = []
+        self._local: dict[str, Any] = {}
+        self._companions: dict[Path, tuple[Any, Any]] = {}
+        if self._events:
+            self._events.call("on_init_end", self)
+
+    def _open_tokenizer(self, model: Any, tokenizer: Any) -> None:
+        """Load the tokenizer, with the template of the arguments; of a model by name by default the model's own.
+
+        Raises:
+            ConfigError: a loaded model has none.
+        """
         if self._given.is_name:
             resolve_folder(model, weights=False)  # report a wrong name now
         elif tokenizer is None:
@@ -195,8 +217,13 @@ class Trainer:
                 f"pad_token {self.tokenizer.pad_token!r}: left out, as the model has no embedding for it"
             )
             self.tokenizer = self._initial_tokenizer = without
-        self._model: Any = None if self._given.is_name else model
-        self._callbacks, self._events = split_callbacks(callbacks or ())
+
+    def _open_adapters(self, peft_config: Any) -> None:
+        """Take adapters and quantization from `peft_config` or the model.
+
+        Raises:
+            ConfigError: both have adapters; or weights are quantized or frozen that would be trained.
+        """
         self._peft_config = peft_config
         if peft_config is not None and self._given.lora is not None:
             raise ConfigError("peft_config: the model is a PeftModel already; give only one")
@@ -212,17 +239,6 @@ class Trainer:
                 "model: some of its weights are frozen (requires_grad): here all weights are trained, or all but the "
                 "vision tower"
             )
-        self.run_dir = _run_dir(self.args.output_dir, self.kind, type(self.args).__name__)
-        self.config: RunConfig | None = None
-        """The resolved config of the run; None before `train`."""
-        self._train_rows, self._eval_rows = self._read_rows(train_dataset, eval_dataset)
-        self._reads_pictures = has_pictures(self._train_rows)
-        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self._items: list[dict[str, Any]] = []
-        self._local: dict[str, Any] = {}
-        self._companions: dict[Path, tuple[Any, Any]] = {}
-        if self._events:
-            self._events.call("on_init_end", self)
 
     # ----------------------------------------------------------------------------------------------------------------
     # Arguments

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from atomrl.objectives import AdvantageInputs, PolicyInputs
 from atomrl.rewards.answers import answers_equal
-from atomrl.rewards.format import extract_answer
+from atomrl.rewards.extraction import extract_answer
 
 
 def right_and_brief(prompts, completions, ground_truth, completion_tokens, per_token=0.005, **columns):

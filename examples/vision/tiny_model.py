@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from atomrl.data.shapes import CELL, CELLS, WORDS
+from atomrl.data.tasks.shapes import CELL, CELLS, WORDS
 from atomrl.models.tokenizer import make_tokenizer
 
 MEDIA = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]

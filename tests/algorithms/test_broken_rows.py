@@ -7,7 +7,7 @@ from atomrl.algorithms import objective_of
 from atomrl.batches import RowBatch, concat_turns, flat_fields, select_rows, split_turns
 from atomrl.config import ConfigError, load_config
 from atomrl.data.rows import to_training_batches, with_advantages
-from atomrl.trainer.rl import mean_advantages
+from atomrl.trainer.report.metrics import mean_advantages
 from tests.algorithms.batches import LIMIT, changed, flat_rows, loss_gradient, make_rows, moved_logprobs, with_turns
 from tests.algorithms.test_properties import CASES, build
 

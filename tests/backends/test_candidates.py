@@ -19,7 +19,7 @@ from atomrl.engines.requests import EngineOptions
 from atomrl.models.loading import load_tokenizer
 from atomrl.trainer import Options, prepare_run
 from atomrl.trainer.checks.engine import check_engine
-from atomrl.trainer.rl import RolloutTraining
+from atomrl.trainer.rollout_training import RolloutTraining
 from atomrl.types import RaggedIds, SamplingParams, Segment
 from tests.backends.batches import make_algorithm, weights_of
 from tests.models.gpt2 import save_gpt2

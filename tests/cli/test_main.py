@@ -18,7 +18,7 @@ from atomrl.backends.group import RankFailed, RankLost, RankOutOfMemory
 from atomrl.backends.optimizer import Diverged
 from atomrl.cli.arguments import join_overrides
 from atomrl.cli.main import COMMANDS, ELSEWHERE, GROUPS, fill_parser, main
-from atomrl.cli.training import ADVICE
+from atomrl.cli.train import ADVICE
 from atomrl.cluster.ray_cluster import ActorDied
 from atomrl.common import functions
 from atomrl.config import read_tree
@@ -177,7 +177,7 @@ def test_explain_describes_an_atom_and_corrects_its_name(capsys):
 
 
 def test_every_atom_says_what_it_needs_to():
-    from atomrl.cli.objective import read_atoms
+    from atomrl.atoms.catalog import read_atoms
 
     atoms = read_atoms()
     assert len(atoms) > 10
@@ -282,7 +282,7 @@ def test_sigterm_is_said_from_the_start(command):
 def test_a_crash_in_native_code_shows_the_python_stack():
     program = (
         "import os, sys, types; from atomrl.cli import main\n"
-        "main.COMMANDS['crash'] = main.Command('crash', 'end as native code does')\n"
+        "main.COMMANDS['crash'] = main.Command('end as native code does')\n"
         "sys.modules['atomrl.cli.crash'] = types.SimpleNamespace(\n"
         "    add_crash=lambda parser: lambda arguments: os.abort())\n"
         "main.main(['crash'])"
@@ -308,8 +308,8 @@ def test_a_runs_own_config_finds_the_functions_that_the_run_found(tmp_path, monk
 
     environment = (
         "import json, sys; from atomrl.config import read_tree; "
-        "from atomrl.tracking.environment import describe_environment; "
-        "read_tree(sys.argv[1], {}); print(json.dumps(describe_environment()))"
+        "from atomrl.tracking.system_info import describe_system; "
+        "read_tree(sys.argv[1], {}); print(json.dumps(describe_system()))"
     )
     program = [sys.executable, "-c", environment, str(tmp_path / "project" / "config.yaml")]
     run = {**os.environ, "PYTHONPATH": str(ROOT)}

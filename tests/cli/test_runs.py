@@ -18,7 +18,7 @@ import transformers
 import yaml
 
 from atomrl.cli.main import main
-from atomrl.cli.training import non_defaults
+from atomrl.cli.train import non_defaults
 from atomrl.config import load_config
 from atomrl.tracking.reading import load_run
 from atomrl.tracking.reading.lines import read_metrics
@@ -201,7 +201,7 @@ def test_a_run_that_failed_says_why_and_lets_go_of_its_folder(folder, monkeypatc
         raise RuntimeError("the step broke with --hub-token=abcdefgh")
 
     with monkeypatch.context() as patched:
-        patched.setattr("atomrl.trainer.rl.RolloutTraining.collect", broken)
+        patched.setattr("atomrl.trainer.rollout_training.RolloutTraining.collect", broken)
         with pytest.raises(RuntimeError, match="the step broke"):
             main(["train", "c.yaml", "data.eval=null"])
     failed = load_run(run)

@@ -19,8 +19,8 @@ from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig
 from atomrl.engines.generation import generate, requests_of
 from atomrl.engines.hf import HFEngine
-from atomrl.engines.native.decode_step import PlainOps
 from atomrl.engines.native.engine import NativeEngine
+from atomrl.engines.native.step_ops import PlainOps
 from atomrl.engines.replicas import ReplicatedEngine
 from atomrl.engines.requests import EngineOptions
 from atomrl.engines.servers import ServerEngine

@@ -9,7 +9,8 @@ import pytest
 
 from atomrl.common.errors import ConfigError
 from atomrl.config import CurriculumConfig
-from atomrl.data.curriculum import CurriculumState, build_curriculum, check_curriculum
+from atomrl.data.curriculum import CurriculumState
+from atomrl.data.curriculum_setup import build_curriculum, check_curriculum
 from atomrl.data.files import DataError
 from atomrl.types import Problem, Segment, Trajectory
 

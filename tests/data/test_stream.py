@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atomrl.data.curriculum import PromptStream
 from atomrl.data.files import DataError
+from atomrl.data.prompt_stream import PromptStream
 from atomrl.types import Problem
 
 

@@ -36,6 +36,19 @@ def test_links_to_definitions_lead_to_the_module_that_has_them(page):
     assert not gone, f"mend the links of {page.relative_to(ROOT)}:\n" + "\n".join(gone)
 
 
+def test_pages_that_the_code_names_exist():
+    """In messages, docstrings and comments."""
+    gone = [
+        f"{path.relative_to(ROOT)}: {page}"
+        for place in ("atomrl", "examples", "configs")
+        for path in (ROOT / place).rglob("*")
+        if path.suffix in (".py", ".yaml", ".js")
+        for page in re.findall(r"\bdocs/[\w/]+\.md\b", path.read_text(encoding="utf-8"))
+        if not (ROOT / page).is_file()
+    ]
+    assert not gone, "name another page, or none:\n" + "\n".join(gone)
+
+
 def test_pages_written_by_hand_link_to_no_line():
     """Lines move with every edit."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*/*.md")]

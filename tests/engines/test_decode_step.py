@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from atomrl.engines.native.cuda_graphs import CUDACapture, StepGraphs, padded
-from atomrl.engines.native.decode_step import DecodeStep, PlainOps, StepRows
+from atomrl.engines.native.decode_step import DecodeStep
 from atomrl.engines.native.engine import choose_ops
+from atomrl.engines.native.step_ops import PlainOps, StepRows
 from atomrl.engines.sampling import sample_candidates
 from atomrl.models.decoder_spec import DecoderSpec
 from atomrl.types import SamplingParams

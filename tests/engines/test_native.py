@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaC
 from atomrl.config import ConfigError
 from atomrl.engines.generation import generate, requests_of
 from atomrl.engines.hf import HFEngine
-from atomrl.engines.native.decode_step import PlainOps
 from atomrl.engines.native.engine import NativeEngine
+from atomrl.engines.native.step_ops import PlainOps
 from atomrl.engines.requests import EngineOptions
 from atomrl.models.decoder_spec import Unsupported, unsupported
 from atomrl.protocols import WeightUpdate

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from atomrl.engines.native.decode_step import PlainOps
 from atomrl.engines.native.engine import NativeEngine
+from atomrl.engines.native.step_ops import PlainOps
 from atomrl.engines.requests import EngineOptions
 from atomrl.engines.sampling import sample, sample_candidates
 from atomrl.models.loading import load_policy, model_weights

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer
 
 from atomrl.engines.generation import generate, requests_of
-from atomrl.engines.native.decode_step import PlainOps
 from atomrl.engines.native.engine import NativeEngine
+from atomrl.engines.native.step_ops import PlainOps
 from atomrl.engines.requests import EngineOptions
 from atomrl.models.decoder_spec import DecoderSpec, read_spec
 from atomrl.models.loading import model_config_only

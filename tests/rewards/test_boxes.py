@@ -7,7 +7,7 @@ import time
 import pytest
 
 from atomrl.rewards import boxed
-from atomrl.rewards.format import last_boxed
+from atomrl.rewards.extraction import last_boxed
 
 pytest.importorskip("math_verify")
 

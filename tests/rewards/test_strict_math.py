@@ -10,14 +10,8 @@ import numpy as np
 import pytest
 
 from atomrl.rewards.answers import answers_equal, parse_number
-from atomrl.rewards.format import (
-    extract_answer,
-    has_strict_format,
-    last_boxed,
-    reasoning_text,
-    strict_format,
-    tagged_answer,
-)
+from atomrl.rewards.extraction import extract_answer, last_boxed, tagged_answer
+from atomrl.rewards.format import has_strict_format, reasoning_text, strict_format
 from atomrl.rewards.verifiable import exact_match, gsm8k, strict_math
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from atomrl.cli.training import format_config
-from atomrl.common.secrets import check_unmasked
+from atomrl.cli.train import format_config
+from atomrl.common.redaction import redact_command
+from atomrl.common.secrets import check_unmasked, refuse_secrets
 from atomrl.config import ConfigError, dump_config, load_config
-from atomrl.tracking.environment import redact_command, refuse_secrets
 from atomrl.tracking.run_directory import RunDirectory
 from atomrl.trainer import prepare_run
 from atomrl.trainer.checks.config import check_secrets

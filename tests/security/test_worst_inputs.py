@@ -26,7 +26,8 @@ from atomrl.rewards.answers import answers_equal, ascii_digits, normalise_text, 
 from atomrl.rewards.code_blocks import last_block
 from atomrl.rewards.compute import build_rewards
 from atomrl.rewards.expressions import evaluate_arithmetic, is_tame_formula
-from atomrl.rewards.format import extract_answer, has_strict_format, last_boxed, marked_answer, reasoning_text
+from atomrl.rewards.extraction import extract_answer, last_boxed, marked_answer
+from atomrl.rewards.format import has_strict_format, reasoning_text
 from atomrl.rewards.llm_judge import score_in
 from atomrl.rewards.programs import same_output
 from atomrl.rewards.regions import read_region
@@ -106,7 +107,8 @@ READERS = {
     "rewards/compute": [lambda text: failing_rewards().try_functions(replace(PROBLEM, ground_truth=text))],
     "rewards/latex": [lambda text: boxes.boxed([""], [f"\\boxed{{{text}}}"], ["x"])],
     "rewards/regions": [lambda text: read_region(text[: boxes.MAX_CHARS], lambda _: None)],
-    "rewards/format": [extract_answer, has_strict_format, last_boxed, marked_answer, reasoning_text],
+    "rewards/extraction": [extract_answer, last_boxed, marked_answer],
+    "rewards/format": [has_strict_format, reasoning_text],
     "rewards/llm_judge": [judged_score],
     "rewards/verifiable": [lambda text: gsm8k([""], [text], ["18"])],
     "rewards/search_r1": [lambda text: search_r1_em([""], [text], ["a"])],

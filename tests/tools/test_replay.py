@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from atomrl.cli.main import main
-from atomrl.cli.objective import objectives, recorded
-from atomrl.tools.replay import replay
+from atomrl.tools.replay import objectives, recorded, replay
 from tests.tiny import make_tiny_model
 
 CONFIG = {

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from atomrl.cli.runs import format_full
+from atomrl.cli.rollouts import format_full
 from atomrl.common.terminal import printable_output
 from atomrl.tracking.console import ProgressBar, by_turn, describe
 from atomrl.tracking.reading import load_run

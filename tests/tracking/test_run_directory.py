@@ -11,7 +11,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from atomrl.cli.training import ADVICE
+from atomrl.cli.train import ADVICE
 from atomrl.config import ConfigError, load_config
 from atomrl.tracking.reading.lines import read_metrics
 from atomrl.tracking.resuming import stopping_changes
@@ -204,8 +204,8 @@ def test_another_number_of_threads_is_said(tmp_path, capsys, monkeypatch):
     save(run, 5)
     RunDirectory.create(make_config(tmp_path), resume=True)
     assert "last bits" not in capsys.readouterr().err
-    here = run_directory.describe_environment()
-    monkeypatch.setattr(run_directory, "describe_environment", lambda: here | {"threads": 77})
+    here = run_directory.describe_system()
+    monkeypatch.setattr(run_directory, "describe_system", lambda: here | {"threads": 77})
     RunDirectory.create(make_config(tmp_path), resume=True)
     assert f"threads: {here['threads']} -> 77; results may differ in the last bits" in capsys.readouterr().err
 

@@ -14,11 +14,13 @@ from atomrl.algorithms import objective_of
 from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.common.metrics import Count, Metrics
 from atomrl.config import DataConfig, RunConfig, load_config
-from atomrl.data.curriculum import GROUP_FILTER, Curriculum, CurriculumState, PromptStream, RewardFilter
+from atomrl.data.curriculum import Curriculum, CurriculumState, RewardFilter
+from atomrl.data.curriculum_setup import GROUP_FILTER
 from atomrl.data.processor import DataProcessor
+from atomrl.data.prompt_stream import PromptStream
 from atomrl.engines.fake import FakeEngine
 from atomrl.trainer.loop import Progress, Save, fit
-from atomrl.trainer.rl import RolloutTraining
+from atomrl.trainer.rollout_training import RolloutTraining
 from atomrl.trainer.sources import EngineSource
 from atomrl.types import Problem, SamplingParams, Trajectory
 from tests.tiny import make_tiny_tokenizer

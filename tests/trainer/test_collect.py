@@ -18,7 +18,7 @@ from atomrl.rewards.errors import RewardError
 from atomrl.trainer.loop import MAX_IDLE_STEPS, Progress, compute_advantages, update_policy
 from atomrl.trainer.report.metrics import answer_end, rollout_metrics, runs_on
 from atomrl.trainer.report.stopwatch import Stopwatch
-from atomrl.trainer.rl import RolloutTraining
+from atomrl.trainer.rollout_training import RolloutTraining
 from atomrl.types import Problem, RaggedIds, Segment, Trajectory
 from tests.trainer.scripted import make_parts, planned, run_step, train
 

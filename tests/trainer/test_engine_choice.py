@@ -13,7 +13,8 @@ from atomrl.models.known_shapes import known_shape
 from atomrl.trainer import auto as module
 from atomrl.trainer.auto import engine_share, with_engine, with_share
 from atomrl.trainer.checks.engine import check_engine
-from atomrl.trainer.memory import engine_sleeps, memory_estimate
+from atomrl.trainer.colocation import engine_sleeps
+from atomrl.trainer.memory import memory_estimate
 from tests.arithmetic import arithmetic_run
 from tests.tiny import make_tiny_model
 from tests.tiny_vision import make_tiny_vision_model

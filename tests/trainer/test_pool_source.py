@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from atomrl.algorithms import objective_of
-from atomrl.data.curriculum import PromptStream
+from atomrl.data.prompt_stream import PromptStream
 from atomrl.pool.errors import LeaseLost, PoolEmpty
 from atomrl.pool.store import RolloutPool
 from atomrl.trainer.pool_source import PoolSource

@@ -16,7 +16,7 @@ from atomrl.cli.main import main
 from atomrl.engines.native.engine import NativeEngine
 from atomrl.tracking.reading.lines import read_metrics
 from atomrl.tracking.recorder import Recorder
-from atomrl.trainer import rl
+from atomrl.trainer import rollout_training
 from benchmarks import kills
 from tests.tiny import make_tiny_model
 
@@ -234,7 +234,7 @@ def test_a_signal_leaves_a_checkpoint_and_no_process(tmp_path, number):
 
 
 def test_a_signal_before_the_first_step_ends_at_once(folder, monkeypatch, capsys):
-    monkeypatch.setattr(rl, "evaluate", lambda *a, **k: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(rollout_training, "evaluate", lambda *a, **k: os.kill(os.getpid(), signal.SIGTERM))
     handler = signal.getsignal(signal.SIGTERM)
     assert main(["train", "c.yaml", "data.eval=train.jsonl"]) == 130
     assert "no checkpoint yet" in capsys.readouterr().err

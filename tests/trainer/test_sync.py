@@ -11,14 +11,14 @@ import torch
 from atomrl.algorithms import objective_of
 from atomrl.backends.local import LocalBackend
 from atomrl.config import DataConfig, ModelConfig, RewardConfig, TrainConfig
-from atomrl.data.curriculum import PromptStream
 from atomrl.data.processor import DataProcessor
+from atomrl.data.prompt_stream import PromptStream
 from atomrl.engines.native.engine import NativeEngine
 from atomrl.engines.requests import EngineOptions
 from atomrl.models.loading import load_tokenizer
 from atomrl.rewards.compute import build_rewards
 from atomrl.trainer.loop import Progress
-from atomrl.trainer.rl import RolloutTraining
+from atomrl.trainer.rollout_training import RolloutTraining
 from atomrl.trainer.sources import EngineSource
 from atomrl.types import Problem, SamplingParams
 from atomrl.weight_sync import InProcessTransfer

@@ -11,7 +11,6 @@ from PIL import Image
 
 from atomrl.config import DataConfig
 from atomrl.data.checks import check_data, first_rows
-from atomrl.data.curriculum import PromptStream
 from atomrl.data.files import DataError
 from atomrl.data.given import demonstration_reader
 from atomrl.data.image_reader import ImageReader
@@ -19,6 +18,7 @@ from atomrl.data.images import ImageStore
 from atomrl.data.pictures import decoded
 from atomrl.data.problems import load_problems
 from atomrl.data.processor import DataProcessor
+from atomrl.data.prompt_stream import PromptStream
 from atomrl.models.loading import load_tokenizer, model_config_only
 from tests.tiny_vision import IMAGE, make_tiny_vision_model, picture
 

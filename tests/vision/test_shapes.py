@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 
 from atomrl.data.files import DataError
-from atomrl.data.shapes import CELL, CELLS, COLOURS
 from atomrl.data.tasks import generate
+from atomrl.data.tasks.shapes import CELL, CELLS, COLOURS
 
 
 def shown(row):

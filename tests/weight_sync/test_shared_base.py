@@ -15,8 +15,8 @@ from atomrl.config import LoraConfig, ModelConfig, TrainConfig
 from atomrl.engines.generation import generate
 from atomrl.engines.native import linear
 from atomrl.engines.native.cache import run_prompts
-from atomrl.engines.native.decode_step import PlainOps
 from atomrl.engines.native.engine import NativeEngine
+from atomrl.engines.native.step_ops import PlainOps
 from atomrl.engines.requests import EngineOptions
 from atomrl.models import kernel_switches, kernels, loading
 from atomrl.models.loading import load_tokenizer

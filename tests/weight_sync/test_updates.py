@@ -13,8 +13,8 @@ from atomrl.config import LoraConfig
 from atomrl.engines.generation import generate
 from atomrl.engines.hf import HFEngine
 from atomrl.engines.native import decoder, linear
-from atomrl.engines.native.decode_step import PlainOps
 from atomrl.engines.native.engine import NativeEngine
+from atomrl.engines.native.step_ops import PlainOps
 from atomrl.engines.requests import EngineOptions
 from atomrl.models.loading import has_bfloat16, load_policy
 from atomrl.models.lora import adapter_weights

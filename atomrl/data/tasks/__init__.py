@@ -21,14 +21,13 @@ from string import ascii_lowercase
 from typing import Any, Literal, NamedTuple, TypeGuard, cast
 
 from atomrl.common.errors import did_you_mean, reraise_as
-from atomrl.data import shapes
 from atomrl.data.files import DataError
+from atomrl.data.tasks import search, shapes
 from atomrl.data.tasks.arithmetic import make_arithmetic
 from atomrl.data.tasks.calculation import CALCULATION_WORDS, demonstrate_calculation, make_calculation
 from atomrl.data.tasks.chain import CHAIN_WORDS, chain_pair, demonstrate_chain, make_chain
 from atomrl.data.tasks.countdown import make_countdown
 from atomrl.data.tasks.reasoning_gym import draw_rows
-from atomrl.data.tasks.search import WORDS, demonstrate, make, split_by
 from atomrl.data.tasks.stack_machine import make_stack_machine
 from atomrl.types import Message
 
@@ -65,7 +64,7 @@ GENERATORS = {
     "calculation": Generator(make_calculation, demonstrate_calculation, words=CALCULATION_WORDS),
     "chain": Generator(make_chain, demonstrate_chain, chain_pair, CHAIN_WORDS),
     "countdown": Generator(make_countdown),
-    "places": Generator(make, demonstrate, words=WORDS, split_by=split_by),
+    "places": Generator(search.make, search.demonstrate, words=search.WORDS, split_by=search.split_by),
     "shapes": Generator(shapes.make, shapes.demonstrate, words=shapes.WORDS, split_by=shapes.split_by),
     "stack_machine": Generator(make_stack_machine),
 }

@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from atomrl.common.threads import unit
 from atomrl.config import ConfigError
 from atomrl.engines.native.cache import DecodeBatch
-from atomrl.engines.native.pages import PagedKVCache
-from atomrl.engines.native.slots import KVCache
+from atomrl.engines.native.paged_cache import PagedKVCache
+from atomrl.engines.native.slot_cache import KVCache
 from atomrl.engines.requests import DIVERGED, RequestState
 from atomrl.engines.sampling import sample, sample_candidates, seed_at
 from atomrl.models.process_memory import is_out_of_memory

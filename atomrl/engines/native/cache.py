@@ -2,9 +2,9 @@
 
 | class | layout | used |
 |---|---|---|
-| `slots.KVCache` | completions in slots, prompts in groups, each as long as the longest | CPU; the reference |
-| `slots.KernelKVCache` | the same, with keys in blocks for the C++ kernel | CPU |
-| `pages.PagedKVCache` | pages of 32 tokens | GPU |
+| `slot_cache.KVCache` | completions in slots, prompts in groups, each as long as the longest | CPU; the reference |
+| `slot_cache.KernelKVCache` | the same, with keys in blocks for the C++ kernel | CPU |
+| `paged_cache.PagedKVCache` | pages of 32 tokens | GPU |
 
 In all of them a prompt is stored once for its group.
 """

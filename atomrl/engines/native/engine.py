@@ -22,12 +22,12 @@ from transformers import PretrainedConfig
 from atomrl.engines.native.batching import ContinuousBatch
 from atomrl.engines.native.cpu_kernels import load_kernels
 from atomrl.engines.native.cuda_graphs import CUDACapture
-from atomrl.engines.native.decode_step import PlainOps, StepOps
 from atomrl.engines.native.decoder import DecoderModel
 from atomrl.engines.native.linear import StackedLinear, WideLinear
-from atomrl.engines.native.paged import PagedBatch
-from atomrl.engines.native.pages import PagedKVCache
-from atomrl.engines.native.slots import KernelKVCache, KVCache
+from atomrl.engines.native.paged_batch import PagedBatch
+from atomrl.engines.native.paged_cache import PagedKVCache
+from atomrl.engines.native.slot_cache import KernelKVCache, KVCache
+from atomrl.engines.native.step_ops import PlainOps, StepOps
 from atomrl.engines.requests import DecodeTime, EngineOptions, RequestEngine, RequestState
 from atomrl.engines.stop_rule import StopRule, eos_token_ids
 from atomrl.models.decoder_spec import DecoderSpec, fitting_weights, read_spec, rope_table, unsupported

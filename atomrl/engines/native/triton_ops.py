@@ -8,8 +8,8 @@ from torch import Tensor
 
 from atomrl.engines.native.batching import GROUP, LENGTH, LIMIT, MEMBER, PREFIX, PROMPT_LENGTH, SEED, SLOT, STOPPED
 from atomrl.engines.native.cache import DecodeBatch
-from atomrl.engines.native.decode_step import Drawing, PlainOps, Rope, StepOps, StepRows, least_splits, tiles_of
-from atomrl.engines.native.pages import PAGE
+from atomrl.engines.native.paged_cache import PAGE
+from atomrl.engines.native.step_ops import Drawing, PlainOps, Rope, StepOps, StepRows, least_splits, tiles_of
 from atomrl.engines.native.triton_kernels import (
     CHUNK,
     attend_kernel,

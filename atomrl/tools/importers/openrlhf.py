@@ -671,7 +671,6 @@ def _model(t: Translation) -> None:
 
 
 def _objective(t: Translation) -> None:
-    place = "algo.advantage."
     other_form = "episodes have another interface here (docs/guides/environments.md)"
     t.refuse_set({"train.agent_func_path": other_form})
     if t.flag("reward.normalize_enable"):
@@ -679,7 +678,13 @@ def _objective(t: Translation) -> None:
             "reward.normalize_enable=True: OpenRLHF normalises scores by mean and std of the reward model's config; "
             "here scores are not changed: if the config has them, return (score - mean) / std from a reward function"
         )
-    # Advantage; GAE brings a critic.
+    _advantage(t)
+    _policy_loss(t)
+
+
+def _advantage(t: Translation) -> None:
+    """Set the advantage; GAE brings a critic."""
+    place = "algo.advantage."
     kind = t.choice("algo.advantage.estimator", t(place + "estimator"), ESTIMATORS)
     advantage: dict[str, Any] = {"type": kind}
     names = [place + "estimator"]
@@ -700,7 +705,10 @@ def _objective(t: Translation) -> None:
         raise t.refuse(place + "no_std_norm", True, "advantages are whitened here, or unchanged (whiten: false)")
     t.put("algorithm.name", "ppo" if kind == "gae" else "grpo")
     t.put("algorithm.advantage", advantage, *names)
-    # Policy loss: clip, ratio and aggregation.
+
+
+def _policy_loss(t: Translation) -> None:
+    """Set clip, ratio, aggregation and entropy bonus, and the correction of the mismatch between engine and trainer."""
     if t("actor.eps_clip_low_high") is None:
         low, high = [t.number("actor.eps_clip")] * 2
     else:
@@ -715,7 +723,7 @@ def _objective(t: Translation) -> None:
     t.put("algorithm.loss_agg", {"type": "sequence_mean" if gspo else "token_mean"}, "actor.policy_loss_type")
     entropy = 0.0 if t("actor.entropy_coef") is None else t.number("actor.entropy_coef")
     t.put("algorithm.entropy.coefficient", entropy, "actor.entropy_coef")
-    # Correction of the mismatch between engine and trainer.
+    place = "algo.advantage."
     if t.flag(place + "is_correction_enable"):
         if gspo:
             raise t.refuse(

@@ -167,24 +167,15 @@ def translate(path: Path) -> Translation:
     put_gpus(t, machines * each, f"policy_num_gpus_per_node={each} x policy_num_nodes={machines}", machines)
     t.move(MOVES)
     t.put("data.answer_field", "reward_spec.ground_truth")
-    rows = t.integer("trainer.policy_mini_batch_size") * t.integer(G + "n_samples_per_prompt")
-    t.put("train.rows_per_update", rows, "trainer.policy_mini_batch_size", G + "n_samples_per_prompt")
-    if t("trainer.max_training_steps") is not None:
-        t.put("train.steps", t.count("trainer.max_training_steps"), "trainer.max_training_steps")
-        t.name_of(["trainer.epochs"])
-    else:
-        t.put("train.total_epochs", t.number("trainer.epochs"), "trainer.epochs")
-    t.choice("scheduler", t(P + "optimizer_config.scheduler"), {"constant_with_warmup": "", "constant": ""})
-    t.put("train.schedule", "constant", P + "optimizer_config.scheduler")
-    if t.integer(P + "optimizer_config.num_warmup_steps"):
-        steps = t(P + "optimizer_config.num_warmup_steps")
-        t.to_do.append(
-            f"{P}optimizer_config.num_warmup_steps={steps}: set train.warmup_ratio, their share of all updates"
-        )
+    _schedule(t)
     t.put_engine(G + "inference_engine.backend", engine=str(t(G + "inference_engine.backend") or "vLLM"))
     _adapters(t)
     _pictures(t)
-    _objective(t)
+    _advantage(t)
+    _policy_loss(t)
+    _kl_and_entropy(t)
+    if t.flag(G + "apply_overlong_filtering"):
+        t.put("algorithm.shaping.mask_truncated", True, G + "apply_overlong_filtering")
     t.put("reward.functions", ["gsm8k"], "environment.env_class")
     t.differ("reward gsm8k", "1 if the last #### number is the ground truth", "without #### the last number counts too")
     _evaluation(t)
@@ -202,6 +193,24 @@ def translate(path: Path) -> Translation:
         t.approximate(note)
     t.leave_unknown()
     return t
+
+
+def _schedule(t: Translation) -> None:
+    """Set rows per update, number of steps, and the schedule of the learning rate."""
+    rows = t.integer("trainer.policy_mini_batch_size") * t.integer(G + "n_samples_per_prompt")
+    t.put("train.rows_per_update", rows, "trainer.policy_mini_batch_size", G + "n_samples_per_prompt")
+    if t("trainer.max_training_steps") is not None:
+        t.put("train.steps", t.count("trainer.max_training_steps"), "trainer.max_training_steps")
+        t.name_of(["trainer.epochs"])
+    else:
+        t.put("train.total_epochs", t.number("trainer.epochs"), "trainer.epochs")
+    t.choice("scheduler", t(P + "optimizer_config.scheduler"), {"constant_with_warmup": "", "constant": ""})
+    t.put("train.schedule", "constant", P + "optimizer_config.scheduler")
+    if t.integer(P + "optimizer_config.num_warmup_steps"):
+        steps = t(P + "optimizer_config.num_warmup_steps")
+        t.to_do.append(
+            f"{P}optimizer_config.num_warmup_steps={steps}: set train.warmup_ratio, their share of all updates"
+        )
 
 
 def _evaluation(t: Translation) -> None:
@@ -246,7 +255,8 @@ def _pictures(t: Translation) -> None:
         t.differ("adapters", "of the vision tower too", "of the language model alone")
 
 
-def _objective(t: Translation) -> None:
+def _advantage(t: Translation) -> None:
+    """Set the advantage; GAE brings a critic."""
     kind = t.choice(A + "advantage_estimator", t(A + "advantage_estimator"), ESTIMATORS)
     advantage: dict[str, Any] = {"type": kind}
     names = [A + "advantage_estimator", A + "grpo_norm_by_std", A + "gamma", A + "lambd"]
@@ -277,6 +287,10 @@ def _objective(t: Translation) -> None:
     )
     t.put("algorithm.name", "ppo" if kind == "gae" else "grpo")
     t.put("algorithm.advantage", advantage, names[0], *(names[1:2] if kind == "grpo" else ()))
+
+
+def _policy_loss(t: Translation) -> None:
+    """Set ratio, clip and aggregation."""
     low, high, c = (t.number(A + name) for name in ("eps_clip_low", "eps_clip_high", "clip_ratio_c"))
     clips = {
         "regular": {"type": "ppo", "low": low, "high": high, "dual": None},
@@ -290,6 +304,9 @@ def _objective(t: Translation) -> None:
     t.name_of([A + "max_seq_len"])
     length = {"length": t.count(A + "max_seq_len")} if aggregation == "constant_length" else {}
     t.put("algorithm.loss_agg", {"type": aggregation, **length}, A + "loss_reduction", A + "max_seq_len")
+
+
+def _kl_and_entropy(t: Translation) -> None:
     in_loss, in_reward = t.flag(A + "use_kl_loss"), t.flag(A + "use_kl_in_reward")
     if in_loss and in_reward:
         raise t.refuse(A + "use_kl_loss", "true with use_kl_in_reward", "the KL is in only one of the two here")
@@ -306,5 +323,3 @@ def _objective(t: Translation) -> None:
     t.put("algorithm.kl", kl, *(A + name for name in ("use_kl_loss", "kl_loss_coef", "kl_estimator_type")))
     entropy = t.number(A + "entropy_loss_coef") if t.flag(A + "use_entropy_loss") else 0.0
     t.put("algorithm.entropy.coefficient", entropy, A + "use_entropy_loss", A + "entropy_loss_coef")
-    if t.flag(G + "apply_overlong_filtering"):
-        t.put("algorithm.shaping.mask_truncated", True, G + "apply_overlong_filtering")

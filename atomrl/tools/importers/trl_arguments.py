@@ -166,7 +166,29 @@ def translate_objective(t: Translation, updates: int) -> None:
         else {"type": level, "length_normalised": True, "clamp": None},
         "importance_sampling_level",
     )
-    # Clip: TRL reads epsilon_high as the bound of the ratio for CISPO, and as its distance from 1 otherwise.
+    _clip(t, loss)
+    length = {"length": t.integer("max_completion_length")} if kind == "constant_length" else {}
+    t.put("algorithm.loss_agg", {"type": kind, **length}, "loss_type")
+    if loss == "bnpo":
+        t.differ("loss normalisation", "by the tokens of a forward pass", "by the tokens of the optimizer step")
+    corrected = t.flag("use_bias_correction_kl")
+    beta = {"type": "k3", "coefficient": t.number("beta"), "apply_to": "loss", "k2_gradient": corrected, "target": None}
+    t.put("algorithm.kl", beta, "beta", "use_bias_correction_kl")
+    if corrected and beta["coefficient"] and updates > 1:
+        t.differ(
+            "gradient of the KL after the first update of a generation (use_bias_correction_kl)",
+            "times the importance ratio",
+            "without it",
+        )
+    if t.flag("mask_truncated_completions"):
+        t.put("algorithm.shaping.mask_truncated", True, "mask_truncated_completions")
+    _rollout_correction(t)
+    if (share := t.number("top_entropy_quantile")) < 1:
+        t.put("algorithm.token_filter", {"type": "high_entropy", "fraction": share}, "top_entropy_quantile")
+
+
+def _clip(t: Translation, loss: Any) -> None:
+    """Set the clip. TRL reads epsilon_high as the bound of the ratio for CISPO, else as its distance from 1."""
     low = t.number("epsilon")
     high = low if t("epsilon_high") is None else t.number("epsilon_high")
     names = ["loss_type", "epsilon", "epsilon_high", "delta"]
@@ -186,25 +208,6 @@ def translate_objective(t: Translation, updates: int) -> None:
         clip = {"type": "ppo", "low": low, "high": high, "dual": delta}
     t.name_of(["sapo_temperature_pos", "sapo_temperature_neg"])
     t.put("algorithm.clip", clip, *names)
-    # Aggregation and KL.
-    length = {"length": t.integer("max_completion_length")} if kind == "constant_length" else {}
-    t.put("algorithm.loss_agg", {"type": kind, **length}, "loss_type")
-    if loss == "bnpo":
-        t.differ("loss normalisation", "by the tokens of a forward pass", "by the tokens of the optimizer step")
-    corrected = t.flag("use_bias_correction_kl")
-    beta = {"type": "k3", "coefficient": t.number("beta"), "apply_to": "loss", "k2_gradient": corrected, "target": None}
-    t.put("algorithm.kl", beta, "beta", "use_bias_correction_kl")
-    if corrected and beta["coefficient"] and updates > 1:
-        t.differ(
-            "gradient of the KL after the first update of a generation (use_bias_correction_kl)",
-            "times the importance ratio",
-            "without it",
-        )
-    if t.flag("mask_truncated_completions"):
-        t.put("algorithm.shaping.mask_truncated", True, "mask_truncated_completions")
-    _rollout_correction(t)
-    if (share := t.number("top_entropy_quantile")) < 1:
-        t.put("algorithm.token_filter", {"type": "high_entropy", "fraction": share}, "top_entropy_quantile")
 
 
 def translate_rloo_objective(t: Translation) -> None:

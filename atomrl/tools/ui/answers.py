@@ -40,7 +40,7 @@ from atomrl.objectives.policy_loss import PolicyInputs
 from atomrl.objectives.token_weights import RolloutInputs, rollout_is_product
 from atomrl.tracking.reading.lines import flat_tree
 from atomrl.tracking.reading.run import config_differences
-from atomrl.trainer.rl import mean_advantages
+from atomrl.trainer.report.metrics import mean_advantages
 from atomrl.types import Problem, Segment, Trajectory
 
 NEEDED = ("run_name", "output_dir")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -74,31 +74,14 @@ def combine(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     groups: dict[str, list[int]] = {}
     for place, one in enumerate(parts):
         groups.setdefault(one["card"]["group"], []).append(place)
-    # Config keys: with different values, or in some configs only (of other versions).
     members = list(groups.values())
     unfinished = left_out([one["card"]["status"] for one in parts], members)
     seeds = [[place for place in group if place not in unfinished] for group in members]
-    keys = dict.fromkeys(key for one in parts for key in one["config"] if key not in WHERE)
-    differing, partial = {}, {}
-    for key in keys:
-        values = [one["config"][key] for one in parts if key in one["config"]]
-        if any(value != values[0] for value in values):
-            differing[key] = [one["config"].get(key) for one in parts]
-        elif len(values) < len(parts):
-            partial[key] = [one["config"].get(key) for one in parts]
-    # Curves; constant and identical ones (compared by their bytes) are reported as such.
+    differing, partial = _config_keys([one["config"] for one in parts])
     metrics = dict.fromkeys(metric for one in parts for metric in one["curves"])
     curves = {metric: [one["curves"].get(metric) for one in parts] for metric in metrics}
     figures = columns([one["judged"] for one in parts])
-    same: dict[bytes, list[str]] = {}
-    flat: dict[str, float] = {}
-    for metric, row in curves.items():
-        merged = np.concatenate([curve[1][~np.isnan(curve[1])] for curve in row if curve])
-        if len(merged) > len(row) and merged.min() == merged.max():
-            flat[metric] = float(merged[0])
-        else:
-            content = [b"" if curve is None else curve[0].tobytes() + curve[1].tobytes() for curve in row]
-            same.setdefault(b"|".join(content), []).append(metric)
+    alike, constant = _repeated(curves)
     names = group_names([parts[m[0]]["config"] for m in members], [parts[m[0]]["card"]["name"] for m in members])
     return {
         "runs": [one["card"] for one in parts],
@@ -119,9 +102,37 @@ def combine(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         },
         "clocks": [one["clocks"] for one in parts],
         "evaluations": list(dict.fromkeys(metric for one in parts for metric in one["evaluations"])),
-        "alike": [metrics for metrics in same.values() if len(metrics) > 1],
-        "constant": flat,
+        "alike": alike,
+        "constant": constant,
     }  # fmt: skip
+
+
+def _config_keys(configs: Sequence[Mapping[str, Any]]) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+    """Return the keys with different values, and those that only some configs (of other versions) have, with the
+    values of all runs."""
+    differing, partial = {}, {}
+    for key in dict.fromkeys(key for config in configs for key in config if key not in WHERE):
+        values = [config[key] for config in configs if key in config]
+        if any(value != values[0] for value in values):
+            differing[key] = [config.get(key) for config in configs]
+        elif len(values) < len(configs):
+            partial[key] = [config.get(key) for config in configs]
+    return differing, partial
+
+
+def _repeated(curves: Mapping[str, Sequence[Points | None]]) -> tuple[list[list[str]], dict[str, float]]:
+    """Return groups of metrics with the same curves in all runs (compared by their bytes), and the values of those that
+    never change."""
+    same: dict[bytes, list[str]] = {}
+    constant: dict[str, float] = {}
+    for metric, row in curves.items():
+        merged = np.concatenate([curve[1][~np.isnan(curve[1])] for curve in row if curve])
+        if len(merged) > len(row) and merged.min() == merged.max():
+            constant[metric] = float(merged[0])
+        else:
+            content = [b"" if curve is None else curve[0].tobytes() + curve[1].tobytes() for curve in row]
+            same.setdefault(b"|".join(content), []).append(metric)
+    return [metrics for metrics in same.values() if len(metrics) > 1], constant
 
 
 def _differences(figures: Sequence[Column], groups: Sequence[Sequence[int]], names: Sequence[str]) -> dict[str, Any]:

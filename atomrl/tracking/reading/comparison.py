@@ -1,4 +1,4 @@
-"""Compare two groups of runs with several seeds: 95% intervals, and how many seeds a clear difference needs."""
+"""Compare runs: their figures side by side, the settings that differ, and groups of seeds with 95% intervals."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 from atomrl.tracking.reading.lines import flat_tree
 from atomrl.tracking.reading.metrics import newest_held_out
 from atomrl.tracking.reading.plots import run_names
 from atomrl.tracking.reading.run import WHERE, Run
+from atomrl.tracking.reading.state import RunState
 
 MOST_SEEDS = 1000
 WINDOW = 10
@@ -282,14 +283,38 @@ def left_out(statuses: Sequence[str], groups: Sequence[Sequence[int]]) -> list[i
     return [place for group in groups if len(group) > 1 for place in group if statuses[place] != "finished"]
 
 
+class _Compared(NamedTuple):
+    """Runs side by side: their figures, and their groups of seeds."""
+
+    figures: Sequence[Column]
+    names: Sequence[str]
+    states: Sequence[RunState]
+    groups: Sequence[Sequence[int]]
+    """Indices of the runs that differ in seed only, without those that did not finish."""
+    titles: Sequence[str]
+    """Of each group: the settings in which it differs from the others, or the name of its first run."""
+    unnamed: Sequence[bool]
+    """Whether no setting of a group differs from the others."""
+    unfinished: Sequence[int]
+
+
+def _compared(runs: Sequence[Run]) -> _Compared:
+    figures, names = columns([final_figures(run) for run in runs]), run_names([run.path for run in runs])
+    states, every = [run.state for run in runs], by_settings(runs)
+    titles = group_names([settings(runs[group[0]]) for group in every], [names[group[0]] for group in every])
+    unfinished = left_out([state.status for state in states], every)
+    groups = [[place for place in group if place not in unfinished] for group in every]
+    unnamed = [title == names[group[0]] for title, group in zip(titles, every, strict=True)]
+    return _Compared(figures, names, states, groups, titles, unnamed, unfinished)
+
+
 def table(runs: Sequence[Run]) -> list[str]:
     """Return the table as lines: one per run, mean and range per config with several seeds, differences, settings.
 
     Runs that are under way, stopped or failed are no seeds: they are left out of means and differences, and named.
     """
-    figures, names = columns([final_figures(run) for run in runs]), run_names([run.path for run in runs])
+    figures, names, states, groups, titles, unnamed, unfinished = _compared(runs)
     head = ["run", "state", "step", *(column.title for column in figures), "findings"]
-    states = [run.state for run in runs]
     rows = [
         [
             name,
@@ -300,24 +325,12 @@ def table(runs: Sequence[Run]) -> list[str]:
         ]
         for place, (name, run, state) in enumerate(zip(names, runs, states, strict=True))
     ]
-    all_groups = by_settings(runs)
-    titles = group_names([settings(runs[group[0]]) for group in all_groups], [names[group[0]] for group in all_groups])
-    unfinished = left_out([state.status for state in states], all_groups)
-    groups = [[place for place in group if place not in unfinished] for group in all_groups]
     for place, group in enumerate(groups):
         seeds = len({str(runs[place].config.get("seed")) for place in group})
         if seeds > 1:
             many = f"{seeds} seeds" if seeds == len(group) else f"{seeds} seeds, {len(group)} runs"
-            unnamed = titles[place] == names[all_groups[place][0]]  # no setting differs from the other groups
-            rows.append(
-                [
-                    f"{many}: {titles[place]}{', ...' if unnamed else ''}",
-                    "",
-                    "",
-                    *(_range(c, group) for c in figures),
-                    "",
-                ]
-            )
+            title = f"{many}: {titles[place]}{', ...' if unnamed[place] else ''}"
+            rows.append([title, "", "", *(_range(column, group) for column in figures), ""])
     lines = _aligned([head, *rows])
     if unfinished:
         each = (
@@ -338,11 +351,7 @@ def table(runs: Sequence[Run]) -> list[str]:
 
 def as_data(runs: Sequence[Run]) -> dict[str, Any]:
     """Return the content of the table as data, for a program: runs, groups of seeds, differences, settings."""
-    figures, names = columns([final_figures(run) for run in runs]), run_names([run.path for run in runs])
-    states, every = [run.state for run in runs], by_settings(runs)
-    titles = group_names([settings(runs[group[0]]) for group in every], [names[group[0]] for group in every])
-    unfinished = left_out([state.status for state in states], every)
-    groups = [[place for place in group if place not in unfinished] for group in every]
+    figures, names, states, groups, titles, _, unfinished = _compared(runs)
     seeds = [
         {
             "settings": title,

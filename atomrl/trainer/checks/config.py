@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from atomrl.common.errors import reraise_as
-from atomrl.common.secrets import check_unmasked, register_secrets
+from atomrl.common.redaction import register_secrets
+from atomrl.common.secrets import check_unmasked
 from atomrl.config import ConfigError, RunConfig
 from atomrl.models.decoder_spec import unsupported
 from atomrl.models.gpt import new_gpt

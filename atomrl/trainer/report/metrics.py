@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from atomrl.batches import AdvantageBatch
+from atomrl.batches import AdvantageBatch, concat_turns
 from atomrl.common.metrics import Count, Max, Mean, Metrics, fetch, mean_max_min, merge, values
 from atomrl.data.rows import by_group
+from atomrl.objectives.choice import not_none
 from atomrl.rewards.compute import failure_counts
 from atomrl.trainer.report.episodes import episode_metrics
 from atomrl.trainer.report.texts import text_metrics
@@ -190,3 +191,11 @@ def why_no_update(rows: Iterable[Mapping[str, Any]]) -> str:
         "step{} had no rows to train on": sum(not row.get("training/updates") for row in rows),
     }
     return ", ".join(f"{count:.0f} {text.format('s' * (count != 1))}" for text, count in reasons.items() if count)
+
+
+def mean_advantages(batch: AdvantageBatch) -> dict[int, float]:
+    """Return the mean advantage over the trained tokens of each trajectory, by its index."""
+    batch = concat_turns(batch)
+    tokens = batch.loss_mask.sum(1).clamp(min=1)
+    means: list[float] = ((batch.advantages * batch.loss_mask).sum(1) / tokens).tolist()
+    return dict(zip(not_none(batch.trajectory_index).tolist(), means, strict=True))

@@ -14,7 +14,7 @@ from typing import Any
 
 from atomrl.data.rows import by_group
 from atomrl.rewards.answers import answers_equal, normalise_text, parse_number
-from atomrl.rewards.format import extract_answer, marked_answer
+from atomrl.rewards.extraction import extract_answer, marked_answer
 from atomrl.types import Trajectory
 
 WINDOW, LEAST, SHARE, MAX_CHARACTERS = 8, 32, 0.35, 2000

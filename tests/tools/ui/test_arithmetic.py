@@ -14,7 +14,7 @@ from atomrl.tools.ui.answers import advantages, answer, line_through
 from atomrl.tools.ui.rollouts import arithmetic, prompt_text, trained_on
 from atomrl.tracking.reading import Run
 from atomrl.tracking.run_directory import rollout_rows
-from atomrl.trainer.rl import mean_advantages
+from atomrl.trainer.report.metrics import mean_advantages
 from atomrl.types import Problem, Segment, Trajectory
 from tests.tools.ui.made import make_run
 from tests.tracking.helpers import make_config

@@ -2,7 +2,7 @@
 
 import json
 
-from atomrl.cli.runs import format_full
+from atomrl.cli.rollouts import format_full
 from atomrl.common.files import write_text
 from atomrl.tools.ui import rollouts
 from atomrl.tracking.reading import Run

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from atomrl.cli.runs import add_ui
+from atomrl.cli.ui import add_ui
 from atomrl.tools.ui.server import CSP, Guard, is_loopback
 from atomrl.tracking.reading.state import LOG
 from tests.tools.ui.made import Client, make_run, serving

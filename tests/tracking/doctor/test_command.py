@@ -70,9 +70,9 @@ def test_doctor_describes_this_machine_without_secrets(capsys, monkeypatch):
 
 
 def test_a_broken_installation_has_an_exit_code(capsys, monkeypatch):
-    from atomrl.cli import doctor
+    from atomrl.tools import machine
 
-    monkeypatch.setattr(doctor, "CORE", ("torch", "no-such-package"))
+    monkeypatch.setattr(machine, "CORE", ("torch", "no-such-package"))
     assert main(["doctor"]) == 1
     assert "broken: not installed (pip install no-such-package)" in capsys.readouterr().out
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import difflib
 import itertools
 import math
 import re
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from atomrl.atoms.catalog import Atom, read_atoms
 from atomrl.cli.arguments import add_config, check_config
 from atomrl.cli.main import Run
 
 if TYPE_CHECKING:
-    from atomrl.objectives import PolicyObjective
     from atomrl.tools.replay import Replayed
     from atomrl.tracking.reading.token_records import TokenTable
 
@@ -87,20 +85,6 @@ def is_of_run(config: str | None) -> bool:
     return path.is_dir() or any((path.parent / name).exists() for name in ("env.json", "metrics.jsonl"))
 
 
-@dataclass(frozen=True)
-class Atom:
-    """A public function of `atomrl.atoms`, parsed from its source."""
-
-    name: str
-    module: str
-    signature: str
-    docstring: str
-
-    @property
-    def summary(self) -> str:
-        return self.docstring.partition("\n")[0]
-
-
 def is_atom(name: str | None) -> bool:
     """Return True if the argument can only be the name of an atom: it is a valid name, and not a file."""
     return (
@@ -119,27 +103,6 @@ def show_atoms(arguments: argparse.Namespace) -> int:
     atoms = read_atoms()
     print(listing(atoms) if arguments.atoms else describe(find(atoms, arguments.config)))
     return 0
-
-
-def read_atoms() -> list[Atom]:
-    """Read all atoms, sorted by module. Parses the source: that needs no torch, and shows the names of shapes."""
-    import atomrl.atoms
-
-    sources = {path.stem: path.read_text(encoding="utf-8") for path in Path(atomrl.atoms.__path__[0]).glob("*.py")}
-    shapes = dict(re.findall(r"^(\w+) = (\w+\[.*\])$", sources["masks"], re.MULTILINE))
-    atoms = []
-    for module, source in sorted(sources.items()):
-        for node in ast.parse(source).body:
-            if isinstance(node, ast.FunctionDef) and (reference := atomrl.atoms.parsed_source(node)):
-                lines = source.splitlines()[node.lineno - 1 : node.body[0].lineno - 1]
-                signature = (
-                    re.sub(r",? \)", ")", " ".join(map(str.strip, lines))).removeprefix("def ").removesuffix(":")
-                )
-                signature = re.sub(r"\w+", lambda name: shapes.get(name[0], name[0]), signature)
-                signature = re.sub(r"(?<=[(,]) ?(?=\w+: )", "\n    ", signature)  # one parameter a line
-                docstring = reference.insert(ast.get_docstring(node) or "")
-                atoms.append(Atom(node.name, f"atomrl.atoms.{module}", signature, docstring))
-    return atoms
 
 
 def find(atoms: list[Atom], name: str) -> Atom:
@@ -185,7 +148,7 @@ def describe(atom: Atom) -> str:
 def replay_step(arguments: argparse.Namespace) -> int:
     """Replay a recorded step under the run's objective and the changed one, and print how they differ."""
     from atomrl.common.files import check_writable, write_jsonl
-    from atomrl.tools.replay import replay
+    from atomrl.tools.replay import by_token, objectives, recorded, replay
     from atomrl.tracking.reading import load_run
 
     if arguments.config is None or not (folder := Path(arguments.config)).is_dir():
@@ -204,56 +167,6 @@ def replay_step(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         print(f"\n{arguments.out}: {write_jsonl(rows, arguments.out, lenient=True):,} tokens")
     return 0
-
-
-def objectives(folder: Path, overrides: list[str]) -> tuple[PolicyObjective, PolicyObjective]:
-    """Return the run's objective, and the changed one.
-
-    Raises:
-        ConfigError: a change is not of `algorithm`, or the objective is not a policy objective.
-    """
-    from atomrl.config import ConfigError, load_config, merge_trees, parse_overrides, read_tree
-    from atomrl.objectives import PolicyObjective
-
-    changes = parse_overrides(overrides)
-    if set(changes) - {"algorithm"}:
-        wrong = ", ".join(sorted(set(changes) - {"algorithm"}))
-        raise ConfigError(
-            f"{wrong}: a replay can only change keys of `algorithm`; other keys would change the rollouts"
-        )
-    path, resolved = folder / "config.yaml", []
-    tree = {key: value for key, value in read_tree(path, {}).items() if key != "tracking"}  # of no use for a replay
-    axes = changes.get("algorithm", {})
-    # With another name start from its own axes: the run's config lists all of its axes, which would override them.
-    changed = {**tree, "algorithm": axes} if "name" in axes else merge_trees(tree, changes)
-    for config_tree in (tree, changed):
-        config = load_config(config_tree, name=str(path))
-        if not isinstance(config.algorithm, PolicyObjective):
-            raise ConfigError(f"{config.algorithm.name} has no per-token loss; only policy gradients can be replayed")
-        resolved.append(config.algorithm.resolved(max_completion_tokens=config.rollout.max_completion_tokens))
-    before, after = resolved
-    if before.shaping.mask_truncated and not after.shaping.mask_truncated:
-        raise ConfigError("algorithm.shaping.mask_truncated: the run masked those tokens and has no log-probs for them")
-    return before, after
-
-
-def recorded(folder: Path, step: int | None) -> TokenTable:
-    """Read the recorded tokens of a step; None: of the newest step with recorded tokens.
-
-    Raises:
-        ValueError: the run, or the step, has no recorded tokens.
-    """
-    from atomrl.tracking.reading import load_run
-    from atomrl.tracking.reading.token_records import recorded_steps
-
-    steps = list(recorded_steps(folder / "rollouts"))
-    if not steps:
-        raise ValueError(f"{folder} has no recorded tokens: train with tracking.tokens of at least 1")
-    table = load_run(folder).tokens(steps[-1] if step is None else step)
-    if table is None:
-        recorded = ", ".join(map(str, steps[:5])) + (f", ..., {steps[-1]}" if len(steps) > 5 else "")
-        raise ValueError(f"step {step} has no recorded tokens; steps that have: {recorded}")
-    return table
 
 
 def report(table: TokenTable, one: Replayed, other: Replayed, overrides: list[str]) -> str:
@@ -292,24 +205,6 @@ def own_check(table: TokenTable, one: Replayed) -> str:
         return f"{line}; no gradient"
     cosine, factor = float(torch.dot(gradient, one.gradient) / both), float(one.gradient.norm() / gradient.norm())
     return f"{line}; gradient {factor:.4g} times the recorded one, cosine {cosine:.6f}"
-
-
-def by_token(table: TokenTable, one: Replayed, other: Replayed) -> list[dict[str, Any]]:
-    """Return one row per token with its recorded values and those under both objectives."""
-    columns: dict[str, Any] = {
-        "token_id": table.tokens["tokens"], "trained": one.mask, "logprob": table.tokens["logprobs"],
-        "log_ratio": one.log_ratio, "advantage": one.advantages, "loss": one.loss, "gradient": one.gradient,
-        "clipped": one.clipped, "changed_log_ratio": other.log_ratio, "changed_advantage": other.advantages,
-        "changed_loss": other.loss, "changed_gradient": other.gradient, "changed_clipped": other.clipped,
-    }  # fmt: skip
-    lists = {name: values.tolist() for name, values in columns.items()}
-    rows = []
-    for row, completion in enumerate(table.rows["trajectory_index"].tolist()):
-        span = table.span(row)
-        for index in range(span.start, span.stop):
-            position = {"step": table.step, "completion": completion, "token": index - span.start}
-            rows.append(position | {name: values[index] for name, values in lists.items()})
-    return rows
 
 
 def differences(folder: Path, rows: list[dict[str, Any]], top: int) -> str:

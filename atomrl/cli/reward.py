@@ -290,7 +290,7 @@ def recorded_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     Raises:
         ValueError: there are none.
     """
-    from atomrl.cli.runs import select_rollouts
+    from atomrl.cli.rollouts import select_rollouts
     from atomrl.tracking.reading import load_run
 
     run = load_run(arguments.file)
@@ -330,7 +330,7 @@ def ranking_report(
     name: str, rows: Sequence[dict[str, Any]], before: Values, after: Values, failure: str | None, show: int
 ) -> str:
     """Format how a reward differs from the run's recorded rewards."""
-    from atomrl.cli.runs import format_full
+    from atomrl.cli.rollouts import format_full
     from atomrl.tools.rankings import disagreements, rankings
 
     changes = rankings(rows, before, after)

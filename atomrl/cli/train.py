@@ -219,8 +219,8 @@ def non_defaults(config: RunConfig) -> list[str]:
 
 def resume_hint(config: RunConfig, arguments: argparse.Namespace) -> str:
     """Format the command that resumes this run."""
+    from atomrl.common.redaction import redact_command
     from atomrl.tracking.checkpoints import step_folders
-    from atomrl.tracking.environment import redact_command
 
     if not config.run_dir.is_dir():
         return "nothing was written"

@@ -1,4 +1,4 @@
-"""Pages. A page has room for `PAGE` tokens of every layer.
+"""`PagedKVCache`: keys and values in pages, for GPUs. A page has room for `PAGE` tokens of every layer.
 
 Page tables on the device map prompts and completions to their pages, so a decode step reads and writes through them and
 no address changes between steps. A completion starts a page of its own behind its prompt: no page is shared by prompt

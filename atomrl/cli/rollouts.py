@@ -1,16 +1,12 @@
-"""Commands that show runs: `rollouts` the completions of one, `compare` several, `ui` all runs of a folder."""
+"""`atomrl rollouts`: show the completions of a run, or write them to a file."""
 
 from __future__ import annotations
 
 import argparse
 import csv
-import html
 import json
 import math
-import tempfile
-import webbrowser
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,55 +47,6 @@ def add_rollouts(parser: argparse.ArgumentParser) -> Command:
     add("--full", action="store_true", help="show them in full")
     add("--out", type=Path, metavar="FILE", help="write them to a .parquet, .jsonl or .csv file instead")
     return show_rollouts
-
-
-def add_compare(parser: argparse.ArgumentParser) -> Command:
-    """Compare runs: their results, and the config keys in which they differ.
-
-    Results are held-out accuracies, final and best, and means over the last 10 steps. Runs that differ only in seed and
-    name share a line, with mean and range. --plot draws curves of reward, accuracy, completion length and entropy.
-
-    --diff prints where two runs first differ: config, environment, data; then prompts, tokens, rewards, advantages,
-    metrics. Names and measured times are ignored. Exit code 0: the same; 1: they differ; 2: an error. A different
-    environment alone is printed but does not count as a difference, because it may compute the same.
-
-    atomrl compare runs/a runs/b runs/c
-    atomrl compare runs/lr-* --plot compared.png
-    atomrl compare runs/quickstart --plot curves.png
-    atomrl compare runs/a runs/b --diff
-    atomrl compare runs/a runs/b --diff --tolerance 1e-5
-    """
-    add = parser.add_argument
-    add("runs", metavar="RUN", type=Path, nargs="+", help="the folder of a run")
-    add("--plot", type=Path, metavar="FILE", help="plot their curves into this image")
-    add("--diff", action="store_true", help="print where two runs first differ")
-    add(
-        "--tolerance",
-        type=float,
-        metavar="SHARE",
-        help="with --diff: relative difference of numbers that is allowed (0)",
-    )
-    add("--json", action="store_true", help="print one JSON object, and nothing else on stdout")
-    return compare_runs
-
-
-def add_ui(parser: argparse.ArgumentParser) -> Command:
-    """Show runs in a browser: their state, curves, completions, comparisons.
-
-    The server listens only on this machine, and answers only pages that were opened with the token in the address that
-    it prints. It only reads run folders, and runs do not depend on it. For a remote machine: ssh -L
-    8765:localhost:8765 MACHINE.
-
-    atomrl ui                     # the runs in ./runs
-    atomrl ui FOLDER              # all runs below a folder
-    atomrl ui --allow-launch      # runs may be started, stopped and resumed from the browser
-    """
-    parser.add_argument("runs", nargs="?", type=Path, default=Path("runs"), metavar="RUNS", help="a folder (./runs)")
-    parser.add_argument("--host", default="127.0.0.1", help="127.0.0.1: only this machine; 0.0.0.0: the network")
-    parser.add_argument("--port", type=int, default=8765, help="0: any free port (8765)")
-    parser.add_argument("--allow-launch", action="store_true", help="allow the page to start, stop and resume runs")
-    parser.add_argument("--open", action="store_true", help="open the browser")
-    return serve_ui
 
 
 def show_rollouts(arguments: argparse.Namespace) -> int:
@@ -236,73 +183,3 @@ def _cell(value: Any, nested: bool) -> Any:
     return (
         json.dumps(value, ensure_ascii=False) if nested and value is not None and not isinstance(value, str) else value
     )
-
-
-def compare_runs(arguments: argparse.Namespace) -> int:
-    """Print the table of the runs, or the first difference of two."""
-    if arguments.diff:
-        return diff_two(arguments)
-    if arguments.tolerance is not None:
-        raise ValueError("--tolerance needs --diff")
-    from atomrl.tracking.reading import load_run
-    from atomrl.tracking.reading.comparison import as_data, table
-    from atomrl.tracking.reading.plots import draw_curves
-
-    if arguments.plot is not None:
-        check_writable(arguments.plot)
-    runs = [load_run(path) for path in arguments.runs]
-    if not arguments.json:
-        print(*table(runs), sep="\n")
-    image = None if arguments.plot is None else str(draw_curves(runs, arguments.plot))
-    if arguments.json:
-        print(json.dumps({**as_data(runs), "plot": image}, default=str))
-    elif image is not None:
-        print(image)
-    return 0
-
-
-def diff_two(arguments: argparse.Namespace) -> int:
-    """Print where two runs first differ; exit code 0 if they do not, else 1."""
-    from atomrl.tracking.reading import load_run
-    from atomrl.tracking.reading.diff import diff_runs
-
-    tolerance = arguments.tolerance or 0.0
-    if not 0 <= tolerance < 1:
-        raise ValueError(f"--tolerance {tolerance}: must be at least 0 and below 1")
-    if len(arguments.runs) != 2 or arguments.plot is not None:
-        raise ValueError("--diff needs exactly two runs, and no --plot")
-    a, b = arguments.runs
-    diff = diff_runs(load_run(a), load_run(b), tolerance)
-    if arguments.json:
-        print(json.dumps({"a": str(a), "b": str(b), "same": diff.same, "lines": [*diff.lines()]}))
-    else:
-        print(f"A is {a}, B is {b}", *diff.lines(), sep="\n")
-    return 0 if diff.same else 1
-
-
-def serve_ui(arguments: argparse.Namespace) -> int:
-    """Serve the web interface until Ctrl-C."""
-    from atomrl.tools.ui.server import WebServer, is_loopback, listener_at
-
-    if not arguments.runs.is_dir():
-        raise ValueError(f"{arguments.runs} is not a folder; give the folder of your runs (output_dir of a config)")
-    server = WebServer(
-        arguments.runs, listener_at(arguments.host, arguments.port), arguments.host, arguments.allow_launch
-    )
-
-    closing = ExitStack()
-
-    def announce(address: str) -> None:
-        print(f"open {address}", flush=True)
-        if not is_loopback(arguments.host):
-            print("everyone who can reach this machine and has this address can read these runs", flush=True)
-        if arguments.open:
-            # Open a private file that redirects: other users can read the browser's command line, and so the token.
-            folder = closing.enter_context(tempfile.TemporaryDirectory())
-            page = Path(folder, "atomrl.html")
-            page.write_text(f'<meta http-equiv="refresh" content="0; url={html.escape(address)}">\n')
-            webbrowser.open(page.as_uri())
-
-    with closing:
-        server.run(announce)
-    return 0

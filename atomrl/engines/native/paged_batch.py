@@ -13,8 +13,9 @@ import torch
 from atomrl.common.hangs import progress
 from atomrl.engines.native.batching import GROUP, LENGTH, LIMIT, SLOT, STOPPED, ContinuousBatch, PromptGroup
 from atomrl.engines.native.cuda_graphs import Capture, StepGraphs, padded
-from atomrl.engines.native.decode_step import DecodeStep, Drawing, StepOps, StepRows, least_splits, tiles_of
-from atomrl.engines.native.pages import PagedKVCache
+from atomrl.engines.native.decode_step import DecodeStep
+from atomrl.engines.native.paged_cache import PagedKVCache
+from atomrl.engines.native.step_ops import Drawing, StepOps, StepRows, least_splits, tiles_of
 from atomrl.engines.requests import RequestState
 
 

@@ -1,33 +1,27 @@
-"""The environment of a run: versions, hardware, commit, command; and secrets, which are never recorded."""
+"""The system that a run is on (versions, hardware, commit, command), and the error that ended it, as the run's folder
+records them.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
-import shlex
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from atomrl.common.functions import searched
-from atomrl.common.secrets import SECRET_WORDS, secret_variables, without_secrets
-from atomrl.config import ConfigError
+from atomrl.common.redaction import redact_command, without_secret_values
 
 PACKAGES = ("atomrl", "torch", "transformers", "tokenizers", "safetensors", "peft", "numpy", "reasoning-gym", "vllm")
-_SECRET = re.compile(
-    rf"(?i)([\w.-]*(?:{SECRET_WORDS})['\"]?(?:\s*[=:]\s*|\s+))([^\s,}}]+)"  # a value after a name like api_key
-    r"|(?<=://)[^/@\s]+(?=@)"  # credentials in a URL
-    r"|\b(?:hf_|sk-|gh[pousr]_|glpat-|xox[abpr]-)[\w-]{16,}|\bAKIA[0-9A-Z]{16}\b"  # a token with a known prefix
-)
 
 
-def describe_environment() -> dict[str, Any]:
+def describe_system() -> dict[str, Any]:
     """Return versions, hardware, git commit (of the working directory, if any) and command, as JSON-ready values."""
     import torch  # slow, and the command line imports this module for other commands too
 
@@ -65,38 +59,6 @@ def installed_version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def redact_command(arguments: Sequence[str]) -> str:
-    """Join a command line, with values redacted that look like secrets.
-
-    Example:
-        >>> redact_command(["atomrl", "train", "c.yaml", "x.api_key=abc", "https://me:pw@host/x"])
-        'atomrl train c.yaml x.api_key=[redacted] https://[redacted]@host/x'
-        >>> redact_command(["atomrl", "train", "rollout.stop_token_ids=[2]", "--hub", "hf_abcdefghijklmnopqrst"])
-        "atomrl train 'rollout.stop_token_ids=[2]' --hub [redacted]"
-    """
-    return without_secret_values(shlex.join(arguments))
-
-
-def without_secret_values(text: str) -> str:
-    """Redact values in a text that look like secrets."""
-    return _SECRET.sub(lambda match: (match.group(1) or "") + "[redacted]", without_secrets(text))
-
-
-def refuse_secrets(config_text: str) -> None:
-    """Check that a config contains no secret of the environment: it is written to the run's folder and sent to
-    trackers.
-
-    Raises:
-        ConfigError: it does, for example because a shell expanded `$API_KEY` in an override.
-    """
-    for name, value in secret_variables().items():
-        if value in config_text:
-            raise ConfigError(
-                f"the config contains the value of the environment variable {name}, and is written to the run's "
-                "folder. Remove it, and read the variable in the code that needs it"
-            )
 
 
 def _cpu_name() -> str:
