@@ -388,7 +388,7 @@ theirs = find_function("PATH:reward_func")
 
 
 def reward_func(prompts, completions, ground_truth, **columns):
-    """Call `reward_func(queries, prompts, labels)`: a query is a prompt with its completion."""
+    """Call reward_func(queries, prompts, labels): a query is a prompt with its completion."""
     texts = [text if isinstance(text, str) else text[-1]["content"] for text in prompts]
     queries = [text + completion for text, completion in zip(texts, completions, strict=True)]
     result = theirs(queries, texts, ground_truth)

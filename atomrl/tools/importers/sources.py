@@ -28,9 +28,7 @@ def read_hydra(path: Path, named: Sequence[str] = ()) -> tuple[Settings, list[st
         ConfigError: it cannot be read, has no such words, or the config of `--config-name` is not there.
     """
     if path.suffix in (".yaml", ".yml"):
-        settings = _resolved(flat(read_yaml(path)))
-        notes = [f"{key}={value} was copied as written" for key, value in settings.items() if "${" in str(value)]
-        return settings, notes, ""
+        return _resolved(flat(read_yaml(path))), [], ""
     script = read_script(text_of(path), str(path))
     commands = [(settings, words) for words in script.commands if (settings := dict(_hydra_words(words)))]
     if not commands:

@@ -97,7 +97,7 @@ def at(imported: Imported, key: str) -> Any:
         (f"'{KWARGS}={{reasoning_effort: low}}'", {"reasoning_effort": "low"}))),
     (f"{VERL_YAML}\n  apply_chat_template_kwargs: {{enable_thinking: false}}", {"data.chat_template_kwargs": OFF}, []),
     *((REFERENCES.format(switch), {"algorithm.kl.coefficient": coefficient, "run_name": "p-x"},
-       ["trainer.default_local_dir=${oc.env:HOME}/o was copied as written"])
+       ["output_dir: '${oc.env:HOME}/o' is known only to OmegaConf: write its value"])
       for switch, coefficient in (("false", 0.0), ("true", 0.25))),
     (f"{VERL} algorithm.kl_ctrl.kl_coef=0.01 {ACTOR}ppo_micro_batch_size=8",  # verl 0.1
      {"algorithm.kl.coefficient": 0.01, "algorithm.clip.dual": None}, []),

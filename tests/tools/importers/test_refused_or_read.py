@@ -153,11 +153,25 @@ def test_what_needs_the_scripts_path_alone_is_resolved(root: str, folder: str, r
     assert f'"{tmp_path / folder / "r.py"}:reward_func"' in files["a_rewards.py"]
 
 
-def test_another_substitution_is_one_word_and_left_to_the_user(read: Read) -> None:
-    imported = read(f"URL=$(my-tool --port 3 && echo x)\n{OPENRLHF} --reward.remote_url ${{URL}}/score")
-    [function] = imported.tree["reward"]["functions"]
-    assert function == {"function": "http", "args": {"url": "$(my-tool --port 3 && echo x)/score"}}
-    assert any(line.startswith("reward.functions") and "known only to the shell" in line for line in imported.to_do)
+@pytest.mark.parametrize(("text", "left"), [
+    (f"URL=$(my-tool --port 3 && echo x)\n{OPENRLHF} --reward.remote_url ${{URL}}/score",
+     ["reward.functions.args.url: '$(my-tool --port 3 && echo x)/score'"]),
+    (f"{OPENRLHF} --reward.remote_url $DIR/r.py", ["a_rewards.py: 'theirs = find_function(\"$DIR/r.py:reward_func\")'"]),
+    (f"D=e_$(date +%Y)\n{PPO} trainer.default_local_dir=c/$D trainer.experiment_name=e-`date +%F`", [
+        "run_name: 'e-`date +%F`'", "output_dir: 'c/e_$(date +%Y)'"]),
+    (f"{PPO} trainer.project_name=p_$RANDOM data.train_files=${{X:-$(pwd -P)/a}}", [
+        "data.train: '$(pwd -P)/a'", "tracking.wandb_project: 'p_$RANDOM'"]),
+    ("trl sft --model_name_or_path $1 --dataset_name a/b --output_dir out/${NAME}_$$", [
+        "run_name: '${NAME}_$$'", "model.path: '$1'"]),
+    (f"{SKYRL} trainer.ckpt_path=ckpt_${{N/a/b}}", ["output_dir: 'ckpt_${N/a/b}'"]),
+    ("actor_rollout_ref: {model: {path: m}}\nalgorithm: {adv_estimator: grpo}\n"
+     "trainer: {experiment_name: 'x_${now:%Y}'}", ["run_name: 'x_${now:%Y}'"]),
+    (f"{GRPO}reward_funcs: a.b\nsystem_prompt: '$5 or `x`?'", []),
+])  # fmt: skip
+def test_what_only_the_shell_knows_is_left_to_the_user(text: str, left: list[str], read: Read) -> None:
+    unknown = [line for line in read(text).to_do if "is known only to" in line]
+    assert [line.partition(" is known only to ")[0] for line in unknown] == left
+    assert all(" (from " in line for line in unknown if not line.startswith("a_rewards.py"))
 
 
 # ---- TRL, and recipes for it ----
