@@ -57,6 +57,6 @@ class Events:
         for evaluation in rows[self._evaluations :]:
             self.call("on_evaluate", trainer, metrics=evaluation)
         self._evaluations = len(rows)
-        if not self.control.should_training_stop:
+        if not self.control.should_training_stop and trainer.state.global_step < trainer.state.max_steps:
             self.call("on_step_begin", trainer)
         return self.control.should_training_stop

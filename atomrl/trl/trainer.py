@@ -27,7 +27,7 @@ from atomrl.tracking.run_directory import is_begun
 from atomrl.trainer import Options, prepare_run
 from atomrl.trainer.build import device_name, with_steps
 from atomrl.trainer.loop import Callback
-from atomrl.trl.arguments import NAMES, GRPOArgs, hint, in_trl_names
+from atomrl.trl.arguments import NAMES, GRPOArgs, hint
 from atomrl.trl.callbacks import Events, split_callbacks
 from atomrl.trl.configs import CONFIGS, TRLConfig, from_training_arguments
 from atomrl.trl.inputs import (
@@ -690,13 +690,15 @@ class GRPOTrainer(Trainer):
             self._items.append({"function": "missing_eos_penalty", "weight": penalty, "args": eos})
 
     def _with_state(self, reward: Callable[..., Any]) -> Callable[..., Any]:
-        """Give a reward function what TRL passes beside the columns, if it asks for it; then it runs in this process."""
+        """Bind what TRL passes beside the columns and a reward function asks for; it then runs in this process."""
         offered = {"trainer_state": self.state, "log_extra": _unused, "log_metric": _unused}
         asked = offered.keys() & {*(parameters_of(reward) or ()), *names_in(reward)}
         if not asked:
             return reward
         if idle := sorted(asked - {"trainer_state"}):
-            self._notes.append(f"{', '.join(idle)} of reward functions: no effect here (atomrl rollouts shows completions)")
+            self._notes.append(
+                f"{', '.join(idle)} of reward functions: no effect here (atomrl rollouts shows completions)"
+            )
         given = functools.partial(reward, **{name: offered[name] for name in asked})
         given.__name__ = getattr(reward, "__name__", type(reward).__name__)  # type: ignore[attr-defined]
         return given

@@ -156,7 +156,8 @@ def test_what_needs_the_scripts_path_alone_is_resolved(root: str, folder: str, r
 @pytest.mark.parametrize(("text", "left"), [
     (f"URL=$(my-tool --port 3 && echo x)\n{OPENRLHF} --reward.remote_url ${{URL}}/score",
      ["reward.functions.args.url: '$(my-tool --port 3 && echo x)/score'"]),
-    (f"{OPENRLHF} --reward.remote_url $DIR/r.py", ["a_rewards.py: 'theirs = find_function(\"$DIR/r.py:reward_func\")'"]),
+    (f"{OPENRLHF} --reward.remote_url $DIR/r.py",
+     ["a_rewards.py: 'theirs = find_function(\"$DIR/r.py:reward_func\")'"]),
     (f"D=e_$(date +%Y)\n{PPO} trainer.default_local_dir=c/$D trainer.experiment_name=e-`date +%F`", [
         "run_name: 'e-`date +%F`'", "output_dir: 'c/e_$(date +%Y)'"]),
     (f"{PPO} trainer.project_name=p_$RANDOM data.train_files=${{X:-$(pwd -P)/a}}", [
