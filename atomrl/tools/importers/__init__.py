@@ -226,7 +226,7 @@ def _with_sources(t: Translation, line: str) -> str:
     names = [] if key is None else [
         name for ours, theirs in t.sources.items() if key[1] == ours or key[1].startswith(f"{ours}.") for name in theirs
     ]  # fmt: skip
-    sources = ", ".join(f"{t.named(name)}={t.settings[name]}" for name in dict.fromkeys(names))
+    sources = ", ".join(f"{t.named(name)}={t.given(name).partition('=')[2]}" for name in dict.fromkeys(names))
     return f"{line} (from {sources})" if sources else line
 
 

@@ -547,13 +547,13 @@ def translate(path: Path, out: Path) -> Translation:
         path, PROGRAM, "openrlhf.cli.train_ppo_ray, train_sft, train_dpo or train_rm"
     )
     flags = flat(flags)
-    current = {OLDER.get(name, name): value for name, value in flags.items()}
     kind = next((name for name in OFFLINE_DEFAULTS if f"train_{name}" in words[0]), None)
+    names = {name: OLDER.get(name, name) for name in flags}
     if kind is not None:
-        current = {renamed(name): value for name, value in current.items()}
-        t = Translation("OpenRLHF", current, OFFLINE_DEFAULTS[kind], path)
-    else:
-        t = Translation("OpenRLHF", current, DEFAULTS, path)
+        names = {name: renamed(current) for name, current in names.items()}
+    current = {names[name]: value for name, value in flags.items()}
+    t = Translation("OpenRLHF", current, DEFAULTS if kind is None else OFFLINE_DEFAULTS[kind], path)
+    t.own = {current: (name, flags[name]) for name, current in names.items()}
     t.reasons = REASONS
     t.version = VERSION
     if older := [name for name in flags if name in OLDER]:

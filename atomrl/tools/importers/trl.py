@@ -328,7 +328,8 @@ def translate_sft(t: Translation, processes: int) -> None:
         strategies = {"bfd": "bfd", "bfd_split": "bfd_split", "wrapped": "wrapped", "ffd": "bfd"}
         if t("packing_strategy") == "ffd":  # of TRL 0.18
             t.differ("packing_strategy", "ffd", "bfd")
-        t.put("sft.packing", t.choice("packing_strategy", t("packing_strategy"), strategies), "packing_strategy")
+        strategy = t.choice("packing_strategy", t("packing_strategy"), strategies)
+        t.put("sft.packing", strategy, "packing", "packing_strategy")
         tokens = t.count("per_device_train_batch_size") * t.tree["train"]["max_row_tokens"]
         t.put("train.rows_per_micro_batch", None)
         t.put("train.tokens_per_micro_batch", tokens, "per_device_train_batch_size")

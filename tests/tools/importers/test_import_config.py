@@ -227,9 +227,9 @@ FILTER, TIS = "--algo.dynamic_filtering_enable", "--enable_vllm_is_correction"
     *(("openrlhf", f"{OPENRLHF} d.jsonl {flags}", message) for flags, message in (
         ("--agent_func_path agent.py", "agent_func_path=agent.py"),
         (f"--vllm_is_truncated_threshold 2 {TIS}", "not 2 numbers"),
-        (f"--policy_loss_type gspo {TIS}", "is_correction_enable"),
+        (f"--policy_loss_type gspo {TIS}", "enable_vllm_is_correction"),
         (f"{FILTER} --algo.dynamic_filtering_range 0.1 0.9", "0.1, 0.9"),
-        ("--init_kl_coef abc", "init_coef=abc is not a number"), ("--temperature", "temperature=True is not a number"),
+        ("--init_kl_coef abc", "init_kl_coef=abc is not a number"), ("--temperature", "temperature=True is not a number"),
         ("--use_kl_loss $KL", "neither true nor false"), ("--data.tokenizer_chat_template x", "chat_template"),
         ("--tokenizer_chat_template x", "chat_template"),
         ("--rollout.batch_sise 4", "did you mean --rollout.batch_size"),

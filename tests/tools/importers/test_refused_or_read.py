@@ -1,5 +1,6 @@
 """Files of the shapes that public repositories have: each is imported as what it trains, or refused."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -49,8 +50,9 @@ SKYRL = "uv run -m skyrl.train.entrypoints.main_base trainer.policy.model.path=m
     (f"{LLAMA}stage: kto\nfinetuning_type: full", "stage=kto has no counterpart; supported: sft, dpo, rm"),
     (f"{LLAMA}stage: sft\nfinetuning_type: freeze", "finetuning_type=freeze"),
     (f"{LLAMA}stage: sft\nfinetuning_type: full\nfreeze_multi_modal_projector: false", "a part of the tower"),
+    (f"{LLAMA}stage: sft\nfinetuning_type: lora\nquantization_bit: 3", "quantization_bit=3 .* supported: 4, 8"),
     (f"{LLAMA}stage: sft\nfinetuning_type: full\ntokenized_path: rows", "tokenized_path=rows .* remove the key"),
-    (f"{LLAMA}stage: dpo\nfinetuning_type: full\npref_loss: simpo", "loss_type=simpo"),
+    (f"{LLAMA}stage: dpo\nfinetuning_type: full\npref_loss: simpo", "pref_loss=simpo"),
     (f"{SKYRL} generator.max_turns=3", "max_turns=3"),
     ("bash run_gsm8k.sh trainer.policy.lr=1", "starts run_gsm8k.sh of SkyRL"),
     (f"{SKYRL} environment.env_class=search", "env_class=search"),
@@ -224,6 +226,17 @@ def test_a_stage_of_llama_factory_is_its_kind_of_run(stage: str, kind: str, read
     assert (imported.config.kind, imported.config.train.max_row_tokens) == (kind, 99)
     assert imported.tree["train"]["learning_rate"] == 5e-5 and imported.tree["model"]["dtype"] == "float32"
     assert [line.partition("=")[0] for line in imported.to_do if "=" in line] == ["dataset", "zzz"]
+
+
+@pytest.mark.parametrize("text", [
+    f"{LLAMA}stage: sft\nfinetuning_type: lora\nquantization_bit: 4\nlora_target: all\nneat_packing: true\ncutoff_len: 9",
+    "deepspeed --module openrlhf.cli.train_dpo --pretrain m --dataset d.jsonl --beta 0.2 --max_len 9 --zero_stage 3",
+])  # fmt: skip
+def test_the_report_has_the_names_of_the_file(text: str, read: Read) -> None:
+    imported = read(text)
+    lines = [*imported.carried, *imported.without_counterpart, *imported.to_do]
+    names = [name for line in lines for name in re.findall(r"(?:^|, )([\w.]+)=", line.partition(" -> ")[0])]
+    assert {*names} == {*re.findall(r"(?:^|--)(?!module)(\w+)(?=:| )", text, re.MULTILINE)} - {"deepspeed"}
 
 
 def test_skyrl_counts_prompts_in_its_mini_batches(read: Read) -> None:
