@@ -229,7 +229,8 @@ def test_a_stage_of_llama_factory_is_its_kind_of_run(stage: str, kind: str, read
 
 
 @pytest.mark.parametrize("text", [
-    f"{LLAMA}stage: sft\nfinetuning_type: lora\nquantization_bit: 4\nlora_target: all\nneat_packing: true\ncutoff_len: 9",
+    f"{LLAMA}stage: sft\nfinetuning_type: lora\nquantization_bit: 4\nlora_target: all\nneat_packing: true\n"
+    "cutoff_len: 9",
     "deepspeed --module openrlhf.cli.train_dpo --pretrain m --dataset d.jsonl --beta 0.2 --max_len 9 --zero_stage 3",
 ])  # fmt: skip
 def test_the_report_has_the_names_of_the_file(text: str, read: Read) -> None:
