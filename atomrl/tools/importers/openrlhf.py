@@ -748,6 +748,8 @@ def _kl(t: Translation) -> None:
     kl |= {"target": target, "horizon": horizon}
     group = t("algo.advantage.estimator") in ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
     t.put("algorithm.kl", kl, *names)
+    if coefficient:
+        t.differ("KL of a token", "within -10 and 10", "not bounded")
     if group and coefficient and not in_loss:
         t.differ("KL", "subtracted per token after the baseline", "part of the reward, before the baseline")
 

@@ -71,8 +71,6 @@ def test_every_key_of_a_file_is_in_one_list_of_the_report(name: str) -> None:
         key: [bool(re.search(rf"(?<![\w.]){re.escape(key)}[=:]", one)) for one in (translated, left)] for key in keys
     }
     wrong = {key for key, found in said.items() if sum(found) != 1}
-    if name == "openrlhf_sft.sh":  # an older name of model.X
-        wrong = {key for key in wrong if not key.startswith("actor.")}
     assert wrong <= {"logger.wandb.key", "num_processes"}  # a secret; in the first line
 
 
