@@ -98,7 +98,7 @@ def _hydra_words(command: Sequence[str]) -> Iterator[tuple[str, Any]]:
         dotted = r"(?:\.\w+)*" if place > start else r"(?:\.\w+)+"  # before it, NAME=value sets the environment
         key = re.match(rf"[+~]*([A-Za-z_]\w*{dotted})=", word)
         if key and not word.startswith("--"):
-            yield key[1], _value(word[key.end() :])
+            yield key[1], scalar(word[key.end() :])
 
 
 def _resolved(settings: Settings) -> Settings:
@@ -172,12 +172,12 @@ def flag_words(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
         if re.match(r"-[A-Za-z]", word):  # a short option such as `-m` ends the flag before it
             word = "--"
         if not word.startswith("--"):
-            values.append(_value(word))
+            values.append(scalar(word))
             continue
         if flag:
             yield flag, True if not values else values[0] if len(values) == 1 else values
         flag, equals, value = word[2:].partition("=")
-        values = [_value(value)] if equals else []
+        values = [scalar(value)] if equals else []
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Settings:
@@ -209,10 +209,6 @@ def text_of(path: Path) -> str:
         hint = "; training_args.bin is a pickle, which can run code when opened: give the script or the YAML file"
         raise ConfigError(f"{path} {reason}{hint if path.suffix in ('.bin', '.pt', '.pkl') else ''}") from None
     return text
-
-
-def _value(text: str) -> Any:
-    return scalar(text)
 
 
 def hub_source(name: str, config: Any = None, split: Any = None, revision: Any = None) -> str:
