@@ -23,6 +23,7 @@ SUPPORTED = "supported are verl, TRL, OpenRLHF, LLaMA-Factory and SkyRL, and Pyt
 KEYS: Sequence[tuple[str, set[str]]] = (
     ("verl", {"actor_rollout_ref"}),
     ("llamafactory", {"stage", "finetuning_type"}),
+    ("LLaMA-Factory v1", {"model_class"}),
     ("SkyRL's YAML", {"trainer", "generator"}),
     ("axolotl", {"base_model"}),
     ("ms-swift", {"rlhf_type"}),

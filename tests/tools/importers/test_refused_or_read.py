@@ -63,6 +63,7 @@ SKYRL = "uv run -m skyrl.train.entrypoints.main_base trainer.policy.model.path=m
      "inference_engine.language_model_only=True has no counterpart"),
     (f"{SKYRL} generator.vision_language_generator=maybe", "vision_language_generator=maybe is neither true nor"),
     (SKYRL.replace("skyrl.train.entrypoints.main_base", "examples.main_dapo"), "main_dapo of SkyRL: supported"),
+    ("model: m\nmodel_class: llm\nmax_new_tokens: 9", "LLaMA-Factory v1, which is not supported"),
     ("base_model: m\nrl: dpo", "axolotl, which is not supported: supported are verl, TRL"),
     ("policy: {model_name: m}\ngrpo: {num_prompts_per_step: 2}", "NeMo-RL, which is not supported"),
     ("swift rlhf --rlhf_type grpo --model m", "ms-swift, which is not supported"),
