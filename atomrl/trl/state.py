@@ -56,12 +56,14 @@ class RunState(TrainerState):
                 break
             self._rows += [self._named(loads(line)) for line in lines]
         self.log_history[:] = [*self._rows, *map(self._named, unwritten)]
-        self.global_step, self.epoch = step * self._updates, self._epoch(step)
+        self.global_step = step * self._updates
+        self.epoch = self._epoch(step)  # type: ignore[assignment]  # None: unknown
 
     def _named(self, row: Mapping[str, Any]) -> dict[str, Any]:
         return in_trl_names({**row, "step": row["step"] * self._updates, "epoch": self._epoch(row["step"])})
 
     def _epoch(self, step: int) -> float | None:
+        """Return the passes over the data; None for packed rows and `max_steps`, whose blocks are not counted."""
         return None if self._epochs is None else self._epochs * step / max(1, self._steps)
 
 
