@@ -15,6 +15,7 @@ from atomrl.cli.main import INTERRUPTED, Run
 
 if TYPE_CHECKING:
     from atomrl.config import RunConfig
+    from atomrl.trainer import Options
 
 WIDTH, MOST_LINES = 160, 10
 ADVICE = {
@@ -73,12 +74,15 @@ def train(arguments: argparse.Namespace) -> int:
     if is_other_rank(config):
         return follow_rank_0(config, arguments.dry_run)
     if arguments.dry_run:
-        sections = dry_run_sections(config)  # before printing anything, so that an error stands alone
+        options = Options(resume=arguments.resume, allow_changes=arguments.allow_changes)
+        sections = dry_run_sections(config, options)  # before printing anything, so that an error stands alone
         print(format_config(config), file=sys.stderr)
         for title, lines in sections:
             print_section(title, lines)
-        exists = config.run_dir.exists() and any(config.run_dir.iterdir())
-        print_section("run", [f"{config.run_dir}{' exists: use --resume or another run_name' if exists else ' (new)'}"])
+        if not arguments.resume:
+            exists = config.run_dir.exists() and any(config.run_dir.iterdir())
+            note = " exists: use --resume or another run_name" if exists else " (new)"
+            print_section("run", [f"{config.run_dir}{note}"])
         return 0
     try:
         prepared = prepare_run(config)
@@ -107,18 +111,30 @@ def train(arguments: argparse.Namespace) -> int:
     return 0 if summary["updates"] or config.kind == "rl" else 1  # in RL, all groups may have equal rewards
 
 
-def dry_run_sections(config: RunConfig) -> Sequence[tuple[str, Sequence[str]]]:
-    """Return the sections of a dry run; if the model or the data is not on this machine, those without it."""
+def dry_run_sections(config: RunConfig, options: Options | None = None) -> Sequence[tuple[str, Sequence[str]]]:
+    """Return the sections of a dry run; if the model or the data is not on this machine, those without it.
+
+    Args:
+        options: with `resume`, the run is compared with the one that is to be continued.
+
+    Raises:
+        ConfigError, DataError, ValueError: the run cannot be started, or not be continued.
+    """
     from atomrl.data.files import DataNotHere
     from atomrl.models.loading import ModelNotHere
     from atomrl.trainer import prepare_run
 
+    resumed = options is not None and options.resume
     try:
-        return prepare_run(config).describe()
+        prepared = prepare_run(config)
+        run = prepared.describe_resumption(options.allow_changes) if options and resumed else []
+        sections = [*prepared.describe()]
     except (ModelNotHere, DataNotHere) as absent:
         from atomrl.planner.dry_run import describe_without
 
-        return describe_without(config, absent)
+        sections = [*describe_without(config, absent)]
+        run = [f"{config.run_dir}: not compared, as its model or data are not on this machine"]
+    return [*sections, ("run", run)] if resumed else sections
 
 
 def is_other_rank(config: RunConfig) -> bool:

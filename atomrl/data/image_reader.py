@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -120,8 +121,13 @@ class ImageReader:
 
         if (kept := self._kept.get(image.name)) is not None:
             return kept
-        with reraise_as(DataError, f"picture {self.folder / image.name} ({image.source})", OSError):
-            content = (self.folder / image.name).read_bytes()
+        try:
+            content = (path := self.folder / image.name).read_bytes()
+        except OSError as error:
+            raise DataError(
+                f"picture {path} ({image.source}) cannot be read on {platform.node()}: {error.strerror}; all machines "
+                "of a run must see its folder (output_dir)"
+            ) from None
         with torch.inference_mode(False):  # an engine may read them before the trainer does
             made = self.processor(images=[decoded(content)], return_tensors="pt")
             patches, grid = torch.as_tensor(made["pixel_values"]), torch.as_tensor(made["image_grid_thw"][0])

@@ -89,9 +89,9 @@ class ImageStore:
         for name, value in row.items():
             if _has_parts(value):
                 parts = list[Any]()
-                row[name] = [_without_parts(message, parts) for message in value]
-                if parts:
-                    found[f"the messages of {name!r}"] = parts
+                row[name] = [without_parts(message, parts) for message in value]
+                if given := [picture for picture in parts if picture is not None]:
+                    found[f"the messages of {name!r}"] = given
         read = {name: self._all(name, values, raw) for name, values in found.items()}
         if len({*read.values()}) > 1:  # chosen and rejected may repeat the prompt with its pictures
             raise DataError(f"{' and '.join(read)} have different pictures; give them once")
@@ -214,8 +214,9 @@ def _has_parts(value: Any) -> bool:
     )
 
 
-def _without_parts(message: Any, found: list[Any]) -> Any:
-    """Replace the pictures among the parts of a message by `<image>`, and add those that are given there to `found`."""
+def without_parts(message: Any, found: list[Any]) -> Any:
+    """Replace the pictures among the parts of a message by `<image>`, and add them to `found`: None for one that is not
+    given there."""
     if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
         return message
     parts = []
@@ -224,9 +225,7 @@ def _without_parts(message: Any, found: list[Any]) -> Any:
             if message.get("role") == "assistant":
                 raise DataError("a message of the assistant has a picture, which no model here writes")
             value = next((part[key] for key in ("image", "image_url", "url", "path", "base64") if part.get(key)), None)
-            value = value.get("url", value) if isinstance(value, Mapping) else value
-            if value is not None:
-                found.append(value)
+            found.append(value.get("url", value) if isinstance(value, Mapping) else value)
             part = {"type": "text", "text": PLACE}
         parts.append(part)
     return {**message, "content": parts}

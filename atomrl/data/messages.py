@@ -74,11 +74,20 @@ def _message(place: str, message: Any, roles: Sequence[str]) -> Message:
     content = message.get("content")
     if content is None and message["role"] == "assistant" and others:  # a call, or a thought
         content = ""
+    return cast(Message, {"role": message["role"], "content": content_text(place, content), **others})
+
+
+def content_text(place: str, content: Any) -> str:
+    """Return the content of a message as text: its own, or that of its parts.
+
+    Raises:
+        DataError: it is something else.
+    """
     if isinstance(content, list):
         content = "".join(_part(place, part) for part in content)
     if not isinstance(content, str):
         raise DataError(f"{place}: 'content' must be text")
-    return cast(Message, {"role": message["role"], "content": content, **others})
+    return content
 
 
 def _part(place: str, part: Any) -> str:

@@ -265,6 +265,11 @@ class RequestEngine(RolloutEngine):
         never sampled, beginning with the config key; else None."""
         return None
 
+    @classmethod
+    def server_image_refusal(cls, url: str) -> str | None:
+        """Return why a running server cannot take pictures; else None."""
+        return None
+
     def __init__(self, tokenizer: Any, max_positions: int = 2**31):
         self.tokenizer, self.max_positions = tokenizer, max_positions
         self.version = 0

@@ -30,6 +30,7 @@ from atomrl.engines.server_weights import published_shapes, tied_embedding, writ
 from atomrl.engines.stop_rule import StopRule, eos_token_ids
 from atomrl.models.loading import base_path, model_config_only, read_weights, resolve_folder
 from atomrl.models.shapes import text_config
+from atomrl.models.vision import media_tokens
 from atomrl.protocols import WeightHash, WeightUpdate
 from atomrl.types import FinishReason, GenerationOutput, GenerationRequest, SamplingParams
 from atomrl.weight_sync.files import write_adapters
@@ -193,7 +194,9 @@ class ServerEngine(Distributor[Server], RequestEngine):
         return f"{self.version}@{self.engine_id}"
 
     def _make_rule(self, sampling: SamplingParams) -> StopRule:
-        return StopRule(sampling, self.eos, self.tokenizer, text_config(self.config).vocab_size, torch.device("cpu"))
+        never = media_tokens(self.config) if self.options.images is not None else ()
+        size = text_config(self.config).vocab_size
+        return StopRule(sampling, self.eos, self.tokenizer, size, torch.device("cpu"), never)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Send requests to servers: a group to one server, a continuation to the server that has its cache.

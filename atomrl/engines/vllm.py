@@ -22,7 +22,7 @@ from atomrl.common.threads import max_threads
 from atomrl.engines.requests import DIVERGED, DecodeTime, EngineOptions, RequestEngine, RequestState
 from atomrl.engines.server_weights import HEAD, cpu_cache_bytes, published_shapes, tied_embedding, write_weights
 from atomrl.engines.stop_rule import StopRule, eos_token_ids
-from atomrl.engines.vllm_images import banned_words, multimodal
+from atomrl.engines.vllm_images import banned_words, check_prompt, multimodal
 from atomrl.engines.vllm_worker import WORKER_EXTENSION, whole_hashes
 from atomrl.models.loading import base_path, model_config_only, resolve_folder
 from atomrl.models.vision import Patches, media_tokens
@@ -251,7 +251,7 @@ class VLLMEngine(RequestEngine):
             folder = write_weights(replace(update, tensors=tensors), self.folder.path / "weights", dtype, self.tied)
             self.llm.collective_rpc("load_published", args=(str(folder),))
             shutil.rmtree(folder)
-        if tensors and self.images is not None:  # the workers have dropped the features of the tower before
+        if tensors and self.images is not None:  # its features are those of the weights before
             self.llm.reset_encoder_cache()
         self.adapters = self._load_adapters(update.adapters, update.version) if update.adapters else None
         self.ranks = {name: len(adapter.a) for name, adapter in update.adapters.items()}
@@ -346,9 +346,8 @@ class VLLMEngine(RequestEngine):
             for output in outputs:
                 progress()
                 state, (delta,) = self.held[output.request_id], output.outputs
-                first = state.request.images and not state.token_ids
-                if first and output.prompt_token_ids != list(state.request.prompt_token_ids):
-                    raise RuntimeError(f"vLLM read {output.request_id} as another prompt than the row has")
+                if state.request.images and not state.token_ids:
+                    check_prompt(output.prompt_token_ids, state.request, "vLLM")
                 _append(state, delta)
                 if output.finished:
                     if delta.finish_reason not in ("stop", "length"):

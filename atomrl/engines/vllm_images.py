@@ -1,15 +1,16 @@
-"""Pictures in requests to vLLM in this process.
+"""Pictures in requests to vLLM, in process and behind its server.
 
 vLLM gets the tokens of the row, each picture's included, and the patches that the trainer reads. It neither expands
 places nor resizes pictures again: given expanded tokens and a picture, it expands them once more without an error. It
 would also normalize the patches again, which `mm_device_do_normalize` turns off.
-Needs vLLM 0.32 or later.
+Needs vLLM 0.32 or later. A server gets the patches in vLLM's own encoding, so it must have the version of this process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,9 @@ from atomrl.types import GenerationRequest, Image
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+ENCODING = "vllm.entrypoints.scale_out.token_in_token_out.mm_serde"
+"""vLLM's module that encodes patches for its server."""
 
 
 def places(tokens: Sequence[int], images: Sequence[Image], read: Patches) -> list[tuple[int, int]]:
@@ -44,7 +48,7 @@ def places(tokens: Sequence[int], images: Sequence[Image], read: Patches) -> lis
     return found
 
 
-def item(image: Image, read: Patches, dtype: torch.dtype) -> Any:
+def _item(image: Image, read: Patches, dtype: torch.dtype) -> Any:
     """Return a picture as vLLM's model reads it: its patches in the model's dtype, and its grid."""
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
@@ -65,10 +69,35 @@ def multimodal(request: GenerationRequest, read: Patches, dtype: torch.dtype) ->
     ranges = places(request.prompt_token_ids, request.images, read)
     return mm_input(
         prompt_token_ids=list(request.prompt_token_ids),
-        mm_kwargs=MultiModalKwargsItems({"image": [item(image, read, dtype) for image in request.images]}),
+        mm_kwargs=MultiModalKwargsItems({"image": [_item(image, read, dtype) for image in request.images]}),
         mm_hashes={"image": [image.name for image in request.images]},
         mm_placeholders={"image": [PlaceholderRange(offset=start, length=length) for start, length in ranges]},
     )
+
+
+def features(request: GenerationRequest, read: Patches, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the pictures of a request as `features` of vLLM's `/inference/v1/generate`."""
+    encode = import_module(ENCODING).encode_mm_kwargs_item
+    ranges = places(request.prompt_token_ids, request.images, read)
+    return {
+        "mm_hashes": {"image": [image.name for image in request.images]},
+        "mm_placeholders": {"image": [{"offset": start, "length": length} for start, length in ranges]},
+        "kwargs_data": {"image": [encode(_item(image, read, dtype)) for image in request.images]},
+    }
+
+
+def check_prompt(read_as: Sequence[int] | None, request: GenerationRequest, engine: str) -> None:
+    """Check that vLLM read a prompt with pictures as the row has it.
+
+    Args:
+        read_as: the prompt's tokens, as vLLM returns them.
+        engine: its name for the message.
+
+    Raises:
+        RuntimeError: it did not.
+    """
+    if read_as is None or list(read_as) != list(request.prompt_token_ids):
+        raise RuntimeError(f"{engine} read {request.request_id} as another prompt than the row has")
 
 
 @lru_cache(maxsize=4)

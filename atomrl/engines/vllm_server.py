@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 from packaging.version import Version
@@ -16,10 +18,13 @@ from atomrl.engines.requests import RequestState
 from atomrl.engines.server_weights import cpu_cache_bytes
 from atomrl.engines.servers import ServerEngine, as_flags
 from atomrl.engines.vllm import VLLMEngine, logprobs_mode, other_logprobs, request_fields
+from atomrl.engines.vllm_images import ENCODING, check_prompt, features
 from atomrl.engines.vllm_worker import WORKER_EXTENSION, whole_hashes
 from atomrl.protocols import WeightHash
 from atomrl.types import SamplingParams
 
+ANSWER_S = 30.0
+"""Seconds to wait for a server's answer before a run."""
 _ADAPTERS = "policy"
 _ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
@@ -29,7 +34,8 @@ class VLLMServerEngine(ServerEngine):
 
     Start a server for it with `VLLM_SERVER_DEV_MODE=1` and `vllm serve MODEL --enable-scale-out --logprobs-mode
     processed_logprobs --max-logprobs -1` (`raw_logprobs` for `EngineOptions.whole_logprobs`), and for adapters with
-    `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`, `--enable-lora` and `--max-lora-rank`. To verify its weights it needs
+    `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`, `--enable-lora` and `--max-lora-rank`. For pictures it needs
+    `--no-mm-device-do-normalize`, and the version that is installed here. To verify its weights it needs
     `--worker-extension-cls atomrl.engines.vllm_worker.WeightReader`.
 
     Log-probs are those of the distribution that is sampled from, as with vLLM in process, and for the same reason it is
@@ -40,7 +46,7 @@ class VLLMServerEngine(ServerEngine):
     least_version = "0.32"
     argument_class = VLLMEngine.argument_class
     own_arguments = VLLMEngine.own_arguments | {"host": "rollout.server", "port": "rollout.server"}
-    seeded = returns_candidates = supports_lora = True
+    seeded = returns_candidates = supports_lora = supports_images = True
     decode_time = replace(VLLMEngine.decode_time, source="estimated: as vLLM in the process")
     whole_logprobs = False
 
@@ -48,6 +54,44 @@ class VLLMServerEngine(ServerEngine):
     def refusal(cls, sampling: SamplingParams) -> str | None:
         """Return why vLLM cannot give the requested log-probs; None if it can."""
         return VLLMEngine.refusal(sampling)
+
+    @classmethod
+    def image_refusal(cls, sampling: SamplingParams) -> str | None:
+        """Return why vLLM cannot give the requested log-probs where tokens are banned; None if it can."""
+        return VLLMEngine.image_refusal(sampling)
+
+    @classmethod
+    def server_image_refusal(cls, url: str) -> str | None:
+        """Return why a running server cannot take pictures from this process; None if it can, or does not answer."""
+        import httpx
+
+        try:
+            with httpx.Client(base_url=url, timeout=ANSWER_S, trust_env=False) as client:
+                version = client.get("/version").json()["version"]
+                config = client.get("/server_info", params={"config_format": "json"}).json()["vllm_config"]
+        except (httpx.HTTPError, ValueError, KeyError):
+            return None  # `_check_server` says what is wrong with it
+        return cls._image_fault(version, config["model_config"]["multimodal_config"])
+
+    @classmethod
+    def _image_fault(cls, version: str, settings: Mapping[str, Any] | None) -> str | None:
+        """Return why a server does not read patches as this process encodes them.
+
+        Args:
+            version: of the server's vLLM.
+            settings: its `multimodal_config`.
+        """
+        own, public = cls.package_version(), Version(version).public
+        if own is None or Version(Version(own).public) != Version(public):
+            return (
+                f"is vLLM {version}, and this process has {f'vLLM {own}' if own else 'none'}: pictures are encoded by "
+                f"vLLM, so both need the same version: pip install 'vllm=={public}'"
+            )
+        if settings is None or settings["language_model_only"]:
+            return "reads text alone: start it with the whole model"
+        if settings["mm_device_do_normalize"] is not False:
+            return "would normalize pictures twice: start it with --no-mm-device-do-normalize"
+        return None
 
     def refused(self, sampling: SamplingParams) -> str | None:
         """Return why these servers, as they were started, cannot sample like that; None if they can."""
@@ -85,6 +129,8 @@ class VLLMServerEngine(ServerEngine):
             words += ["--enable-lora", "--max-lora-rank", str(rank)]
         if options.trust_remote_code:
             words.append("--trust-remote-code")
+        if options.images is not None:  # its pictures come normalized
+            words.append("--no-mm-device-do-normalize")
         return words + as_flags(options.engine_args, negative=True), environment
 
     async def _check_server(self, server: Server) -> None:
@@ -109,6 +155,10 @@ class VLLMServerEngine(ServerEngine):
                 f"{server.name} does not accept adapters of rank {self.options.lora_rank}: start it with --enable-lora "
                 f"--max-lora-rank {self.options.lora_rank} and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
             )
+        if self.options.images is not None:
+            if reason := self._image_fault(version, model["multimodal_config"]):
+                raise RuntimeError(f"{server.name} {reason}")
+            await asyncio.to_thread(import_module, ENCODING)  # takes seconds, which the first request would wait
         probe = {"token_ids": [0], "sampling_params": {"max_tokens": 1}}
         try:
             await self.client.post(server, "/inference/v1/generate", probe)
@@ -131,7 +181,13 @@ class VLLMServerEngine(ServerEngine):
         }
         if server.adapters:
             body["model"] = server.adapters
-        (choice,) = (await self.client.post(server, "/inference/v1/generate", body))["choices"]
+        if request.images:
+            assert self.options.images is not None, "the engine of a run with pictures is created with `images`"
+            body |= {"features": features(request, self.options.images, self.options.dtype), "return_token_ids": True}
+        answer = await self.client.post(server, "/inference/v1/generate", body)
+        if request.images:
+            check_prompt(answer["prompt_token_ids"], request, server.name)
+        (choice,) = answer["choices"]
         tokens = choice["token_ids"]
         content = ((choice["logprobs"] or {}).get("content") or []) if sampling.logprobs_over != "none" else []
         logprobs = [logprob_of(token["logprob"]) for token in content]
@@ -159,6 +215,8 @@ class VLLMServerEngine(ServerEngine):
         if self.weights is not None:
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(self.weights)}}
             await self.client.post(server, "/collective_rpc", call)
+            if self.options.images is not None:  # its features are those of the weights before
+                await self.client.post(server, "/reset_encoder_cache")
         if self.adapters is not None:
             body = {"lora_name": _ADAPTERS, "lora_path": str(self.adapters), "load_inplace": True}
             await self.client.post(server, "/v1/load_lora_adapter", body)

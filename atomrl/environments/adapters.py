@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from atomrl.common.errors import reraise_as
+from atomrl.data.images import without_parts
+from atomrl.data.messages import content_text
 from atomrl.rewards.tasks import reasoning_gym
 from atomrl.types import Message, Problem, Reply, Role
 
@@ -157,7 +159,8 @@ def skyrl_gym(
 ) -> Generator[Reply | None, str, float]:
     """Play an episode of `skyrl_gym.make(id)`. Each turn has the game's reward; the last one is the outcome.
 
-    The environment's `extras` are the row's columns, `reward_spec.ground_truth`, and the argument `extras`.
+    The environment's `extras` are the row's columns, `reward_spec.ground_truth`, and the argument `extras`. Pictures in
+    the content parts of its observations are those of the reply.
 
     Raises:
         ValueError: its `init` changes the prompt, which has been rendered already.
@@ -173,11 +176,27 @@ def skyrl_gym(
     text = yield None
     try:
         while not (step := game.step(text))["done"]:
-            reply = "\n".join(message["content"] for message in step["observations"])
-            text = yield Reply(text=reply, role=role, reward=float(step["reward"]))
+            reply, images = shown(f"{id}: an observation", step["observations"])
+            text = yield Reply(text=reply, role=role, reward=float(step["reward"]), images=images)
         return float(step["reward"])
     finally:
         game.close()
+
+
+def shown(place: str, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[Any]]:
+    """Return the text of messages, with `<image>` where a picture is, and the pictures.
+
+    Raises:
+        DataError: a content is neither text, nor parts with text and pictures.
+
+    Example:
+        >>> parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "!"}]
+        >>> shown("an observation", [{"role": "user", "content": parts}])
+        ('<image>!', ['a.png'])
+    """
+    images: list[Any] = []
+    texts = [content_text(place, without_parts(message, images)["content"]) for message in messages]
+    return "\n".join(texts), images
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from atomrl.common.errors import nearest
 from atomrl.common.files import flush_to_disk, write_bytes, write_jsonl
@@ -42,7 +42,7 @@ from atomrl.tracking.doctor.findings import EVALUATED, Finding, is_evaluation
 from atomrl.tracking.durable import write_durably, write_json_durably
 from atomrl.tracking.environment import describe_environment, describe_failure, refuse_secrets
 from atomrl.tracking.reading.lines import read_mapping, read_metrics
-from atomrl.tracking.reading.lock import LOCK, Locked, acquire_lock, release_lock, same_folder
+from atomrl.tracking.reading.lock import LOCK, Locked, acquire_lock, lock_owner, release_lock, same_folder
 from atomrl.tracking.reading.run import FUNCTIONS
 from atomrl.tracking.reading.state import FAILURE, LOG
 from atomrl.tracking.reading.token_records import TOKENS
@@ -80,6 +80,19 @@ STARTED = {
 """Files that are written before the first step. A folder with nothing else is reused."""
 LAST_BITS = ("threads", "cpu", "gpus", "packages")
 """Parts of the environment that may change the order of floating-point sums."""
+
+
+class _Resumption(NamedTuple):
+    """A run as it is continued."""
+
+    done: int
+    """Step of the newest checkpoint; -1: there is none."""
+    environment: dict[str, Any]
+    """The run's `env.json`."""
+    changes: list[str]
+    """Differences of the config, and of what it names."""
+    lines: list[str]
+    """These, and where the run continues, for people."""
 
 
 class RunDirectory:
@@ -120,25 +133,14 @@ class RunDirectory:
                 config or identity differ; no checkpoint is intact, one cannot be read, or it is of a newer version;
                 or the config contains a secret of the environment. Nothing is changed then.
         """
-        refuse_secrets(dump_config(config))
-        register_secrets(config.secrets)
         run = cls(config.run_dir, config.checkpoint)
-        has_config, begun = (run.path / "config.yaml").is_file(), is_begun(run.path)
-        if resume and not has_config and (begun or not run.path.is_dir() or not any(run.path.iterdir())):
-            raise ConfigError(f"no run to resume in {run.path}; start it without --resume")
-        if begun and not resume:
-            raise ConfigError(
-                f"the run {run.path} already exists. Continue it with --resume, or start another with "
-                f"run_name=NEW_NAME (or delete the folder)"
-            )
+        has_config = run._check_there(config, resume)
+        register_secrets(config.secrets)
         try:
             run.path.mkdir(parents=True, exist_ok=True)
             run._lock = acquire_lock(run.path)
         except Locked as other:
-            raise ConfigError(
-                f"another process ({other}) is writing the run {run.path}: wait for it, stop it, or use another "
-                "run_name"
-            ) from None
+            raise run._is_written(other) from None
         except OSError as error:
             raise ConfigError(f"cannot write to {run.path} (output_dir/run_name): {error.strerror}") from error
         try:
@@ -154,6 +156,38 @@ class RunDirectory:
             release_lock(run.path)
             raise
         return run
+
+    @classmethod
+    def check_resume(cls, config: RunConfig, allow_changes: bool, identity: Mapping[str, str]) -> list[str]:
+        """Return what a resumed run would print (see `create`). Nothing is changed.
+
+        Raises:
+            ConfigError: as `create` with `resume`.
+        """
+        run = cls(config.run_dir, config.checkpoint)
+        if not run._check_there(config, resume=True):
+            return [f"{run.path} begins: it has no config yet"]
+        if process := lock_owner(run.path):
+            raise run._is_written(f"process {process}")
+        return run._compare(config, allow_changes, describe_environment() | {"identity": dict(identity)}).lines
+
+    def _check_there(self, config: RunConfig, resume: bool) -> bool:
+        """Check that there is a run if it is to be resumed, and none if not; return whether the folder has a config."""
+        refuse_secrets(dump_config(config))
+        has_config, begun = (self.path / "config.yaml").is_file(), is_begun(self.path)
+        if resume and not has_config and (begun or not self.path.is_dir() or not any(self.path.iterdir())):
+            raise ConfigError(f"no run to resume in {self.path}; start it without --resume")
+        if begun and not resume:
+            raise ConfigError(
+                f"the run {self.path} already exists. Continue it with --resume, or start another with "
+                f"run_name=NEW_NAME (or delete the folder)"
+            )
+        return has_config
+
+    def _is_written(self, other: object) -> ConfigError:
+        return ConfigError(
+            f"another process ({other}) is writing the run {self.path}: wait for it, stop it, or use another run_name"
+        )
 
     def __enter__(self) -> Self:
         self.log_file.__enter__()
@@ -179,6 +213,18 @@ class RunDirectory:
         Returns:
             The environment of the start, with that of each attempt in `resumed`.
         """
+        found = self._compare(config, allow_changes, now)
+        self.first_step = max(found.done, 0) + 1
+        for line in found.lines:
+            print(f"resume: {line}", file=sys.stderr)
+            self.log_file.note(f"resume: {line}")
+        checkpoints.clear_leftovers(self.path / "checkpoints")
+        self._cut_after(found.done, finished=found.done >= config.train.steps)
+        attempt = {"first_step": self.first_step, "config_changes": found.changes, **now}
+        return found.environment | {"resumed": [*found.environment.get("resumed", []), attempt]}
+
+    def _compare(self, config: RunConfig, allow_changes: bool, now: dict[str, Any]) -> _Resumption:
+        """Find the newest checkpoint, and compare a run with what is to continue it; nothing is changed."""
         newest, unread = self.latest_checkpoint(), list[str]()
         environment = read_mapping(self.path / "env.json", unread)
         attempts = environment.get("resumed", [])
@@ -197,18 +243,11 @@ class RunDirectory:
                 + "\nRevert the changes, start another run with run_name=NEW_NAME, or continue with --allow-changes"
             )
         done = newest[0] if newest else -1
-        self.first_step = max(done, 0) + 1
         last_bits = [name for name in LAST_BITS if newest and before[name] != now[name]]
         lines = [*changes, *others, *unread]
         lines += [f"{self.path} continues " + (f"after step {done}" if newest else "from the start: no checkpoint")]
         lines += [f"{name}: {before[name]} -> {now[name]}; results may differ in the last bits" for name in last_bits]
-        for line in lines:
-            print(f"resume: {line}", file=sys.stderr)
-            self.log_file.note(f"resume: {line}")
-        checkpoints.clear_leftovers(self.path / "checkpoints")
-        self._cut_after(done, finished=done >= config.train.steps)
-        attempt = {"first_step": self.first_step, "config_changes": [*changes, *others], **now}
-        return environment | {"resumed": [*attempts, attempt]}
+        return _Resumption(done, environment, [*changes, *others], lines)
 
     def _cut_after(self, step: int, finished: bool) -> None:
         """Remove what was written after a step. If the run was `finished`, remove the last evaluation too: it is

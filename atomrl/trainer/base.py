@@ -176,6 +176,20 @@ class PreparedRun(ABC):
         """Source code of the user's functions, by their names in the config."""
         return {}
 
+    def describe_resumption(self, allow_changes: bool) -> list[str]:
+        """Return what resuming the run would print; nothing is changed.
+
+        Raises:
+            ConfigError: it cannot be resumed.
+        """
+        return RunDirectory.check_resume(self._pinned(), allow_changes, self.identity)
+
+    def _pinned(self) -> RunConfig:
+        """Return the config with hub data sets at the commit that was read."""
+        data = self.config.data
+        pins = {"train": pinned(data.train), "eval": pinned(data.eval)}
+        return self.config.model_copy(update={"data": data.model_copy(update=pins)})
+
     @property
     def image_reader(self) -> ImageReader | None:
         """Reader of the pictures; None: the data have none."""
@@ -206,9 +220,7 @@ class PreparedRun(ABC):
 
     def _open_run(self, options: Options, folder: ExitStack, stack: ExitStack) -> OpenRun:
         """Create the folder, or open it to resume, and start the trainer."""
-        data = self.config.data
-        pins = {"train": pinned(data.train), "eval": pinned(data.eval)}  # hub data sets at the commit that was read
-        config = self.config.model_copy(update={"data": data.model_copy(update=pins)})
+        config = self._pinned()
         cluster = open_cluster(config, self.algorithm, stack)  # fails before a folder is made
         directory = folder.enter_context(
             RunDirectory.create(config, options.resume, options.allow_changes, self.identity)

@@ -183,16 +183,18 @@ def why_no_pictures(engine: type[RequestEngine], config: RunConfig) -> str | Non
     if not engine.supports_images:
         others = " or ".join(name for name, kind in ENGINES.items() if kind.supports_images)
         return f"{key}: {engine.__name__} does not take pictures, and the run has some: use rollout.engine={others}"
-    if engine.package and config.cluster is not None:
+    if config.rollout.server and engine.package and engine.package_version() is None:
         return (
-            f"cluster: {engine.__name__} takes pictures in the trainer's process alone; use rollout.engine=hf, or "
-            "remove cluster"
+            f"rollout.server: pictures are sent in the encoding of {engine.package}, which is not installed here: "
+            "install the version of the servers"
         )
-    if not config.rollout.server:
-        try:
-            engine.check_version(engine.images_version)
-        except ImportError as error:
-            return f"{key}, with pictures: {error}"
+    for url in config.rollout.server if config.cluster is None else ():  # actors may reach other servers
+        if reason := engine.server_image_refusal(url):
+            return f"rollout.server: {url} {reason}"
+    try:
+        engine.check_version(engine.images_version)
+    except ImportError as error:
+        return f"{key}, with pictures: {error}"
     reason = engine.image_refusal(train_sampling(config))
     return f"rollout.{reason}" if reason else None
 

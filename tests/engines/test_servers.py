@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -491,11 +492,11 @@ def test_a_run_trains_with_servers_that_are_there(fakes, tmp_path, folder):
 class FakeVLLM(ThreadingHTTPServer):
     """Answers as a vLLM server of two workers does that has one weight, and is asked for no completion."""
 
-    def __init__(self, extension):
+    def __init__(self, extension="", multimodal=None):
         super().__init__(("127.0.0.1", 0), FakeVLLMHandler)
+        model = {"logprobs_mode": "processed_logprobs", "max_logprobs": -1, "multimodal_config": multimodal}
         config = {
-            "model_config": {"logprobs_mode": "processed_logprobs", "max_logprobs": -1}, "lora_config": None,
-            "parallel_config": {"worker_extension_cls": extension},
+            "model_config": model, "lora_config": None, "parallel_config": {"worker_extension_cls": extension},
         }  # fmt: skip
         self.answers = {
             "/server_info": {"vllm_config": config}, "/version": {"version": VLLMServerEngine.least_version},
@@ -532,3 +533,26 @@ def test_hashes_of_several_vllm_workers_are_combined(folder, extension):
     engine.close()
     server.shutdown()
     server.server_close()
+
+
+PATCHES = {"language_model_only": False, "mm_device_do_normalize": False}
+
+
+@pytest.mark.parametrize("own, multimodal, words", [
+    (None, PATCHES, "is vLLM 0.32, and this process has none: pictures are encoded by vLLM, so both"),
+    ("0.33.1", PATCHES, "is vLLM 0.32, and this process has vLLM 0.33.1"),
+    ("0.32", None, "reads text alone"),
+    ("0.32+cpu", PATCHES | {"language_model_only": True}, "reads text alone"),
+    ("0.32+cpu", PATCHES | {"mm_device_do_normalize": True}, "would normalize pictures twice: start it with --no-mm"),
+])  # fmt: skip
+def test_a_vllm_server_that_reads_pictures_otherwise_is_refused(folder, monkeypatch, own, multimodal, words):
+    monkeypatch.setattr(VLLMServerEngine, "package_version", classmethod(lambda cls: own))
+    server = FakeVLLM(multimodal=multimodal)
+    url = f"http://127.0.0.1:{server.server_port}"
+    assert words in VLLMServerEngine.server_image_refusal(url)
+    options = EngineOptions(torch.float32, "cpu", 4, server=(url,), images=object())
+    with pytest.raises(RuntimeError, match=re.escape(f"{url} {words}")):
+        VLLMServerEngine.from_pretrained(str(folder), AutoTokenizer.from_pretrained(folder), options)
+    server.shutdown()
+    server.server_close()
+    assert VLLMServerEngine.server_image_refusal(url) is None  # unknown

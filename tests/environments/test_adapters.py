@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import socket
 import subprocess
 import sys
@@ -13,10 +14,11 @@ import pytest
 from atomrl.common.functions import find_function
 from atomrl.config import ConfigError, load_config
 from atomrl.data.tasks import generate
+from atomrl.environments.adapters import shown
 from atomrl.environments.worker import EpisodeError, as_replies, find_environment
 from atomrl.environments.worker import play as play_environment
 from atomrl.trainer.checks.environment import check_environment, check_outcome
-from atomrl.types import Problem
+from atomrl.types import Problem, Reply
 from tests.environments.my_tools import wait_until
 from tests.templates import make_tokenizer
 
@@ -154,6 +156,34 @@ def test_skyrl_gym_scores_a_second_try():
         "skyrl_gym", {"id": "gsm8k_multi_turn", "extras": {"max_turns": 3}}, lambda said: next(answers), truth="3"
     )
     assert outcome == 1.0 and rewards == [pytest.approx(0.2 / 3)] and "tentative numeric answer" in said[0]
+
+
+def test_skyrl_gym_shows_the_pictures_of_its_observations():
+    skyrl_gym = pytest.importorskip("skyrl_gym")
+    skyrl_gym.register(id="screens", entry_point="tests.environments.screens:Screens")
+    seen = []
+    function = find_environment("skyrl_gym", {"id": "screens"})
+
+    def say(words):
+        seen.extend(as_replies(words))
+        return "on"
+
+    problem = Problem(problem_id="a", prompt="Play.", ground_truth=None)
+    assert play_environment(function, problem, {"id": "screens"}, 0, say) == 1.0
+    assert [reply.text for reply in seen] == ["It is <image> now\n<image>", "dark"]
+    assert [[picture[:4] for picture in reply.images] for reply in seen] == [[b"\x89PNG", b"\x89PNG"], []]
+
+
+@pytest.mark.parametrize("part, words", [
+    ({"type": "video", "video": "a.mp4"}, "an observation: 'content' must be text, or parts of text; one is 'video'"),
+    ({"type": "image"}, "a picture of a Reply: must be a path, bytes, base64 or an image of Pillow, not NoneType"),
+    ({"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}, "is on the web"),
+    (7, "one is 'int'"),
+])  # fmt: skip
+def test_an_observation_that_is_not_text_and_pictures_is_refused(part, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        text, images = shown("an observation", [{"role": "user", "content": [part]}])
+        as_replies(Reply(text=text, role="user", images=images))
 
 
 def test_reasoning_gym_gives_as_many_tries_as_set():

@@ -11,6 +11,7 @@ from atomrl.config import ConfigError, load_config
 from atomrl.data.files import DataError
 from atomrl.engines.sglang import SGLangEngine
 from atomrl.engines.vllm import VLLMEngine
+from atomrl.engines.vllm_server import VLLMServerEngine
 from atomrl.tools.ui import rollouts
 from atomrl.tracking.reading.rollouts import RolloutIndex
 from atomrl.trainer import Options, prepare_run
@@ -97,6 +98,31 @@ def stored_name(folder, name):
     return hashlib.sha256((folder / name).read_bytes()).hexdigest()
 
 
+def test_a_dry_run_of_resuming_says_what_resuming_says(folder, capsys):
+    """And changes nothing."""
+
+    def said(*words):
+        capsys.readouterr()
+        code = main(["train", str(folder / "run.yaml"), "--resume", *words])
+        printed = capsys.readouterr()
+        return code, printed.err if code else printed.out
+
+    made = config(folder, reward={"functions": [{"function": "exact_match"}]}, train={"steps": 1})
+    (folder / "run.yaml").write_text(json.dumps(made.model_dump(mode="json", exclude_unset=True)))
+    assert said("--dry-run") == said() and "no run to resume" in said()[1]
+    assert main(["train", str(folder / "run.yaml")]) == 0
+    files = {file: file.read_bytes() for file in made.run_dir.rglob("*") if file.is_file()}
+    code, shown = said("--dry-run", "train.steps=2")
+    assert code == 0 and "train.steps: 1 -> 2" in shown and "continues after step 1" in shown
+    for changed in (lambda: picture(5).save(folder / "one.png"), lambda: (folder / "rl.jsonl").write_text(
+            json.dumps(ROWS[0]))):  # fmt: skip
+        changed()
+        assert said("--dry-run") == said() and "data (data.train): changed since" in said("--dry-run")[1]
+    assert said("--dry-run", "seed=3") == said("seed=3") and "seed: 0 -> 3" in said("seed=3")[1]
+    assert said("--dry-run", "--allow-changes")[0] == 0
+    assert {file: file.read_bytes() for file in made.run_dir.rglob("*") if file.is_file()} == files
+
+
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_demonstrations_and_preferences_train_on_pictures(folder, kind):
     """The first step of the same rows with another picture is another one."""
@@ -175,6 +201,26 @@ def test_a_run_shows_the_pictures_of_its_environment(folder, capsys):
     assert pictures == [turn.get("images", []) for turn in row["episode"]["turns"]]
 
 
+WAYS = {
+    "ahead": {"asynchronous": {"max_staleness": 2}},
+    "aborted": {"asynchronous": {"max_staleness": 1, "on_update": "abort"}},
+    "two_ranks": {"backend": {"type": "fsdp", "ranks": 2}, "model": {"freeze_vision": False}},
+}
+
+
+@pytest.mark.parametrize("way", ["ahead", *(pytest.param(way, marks=pytest.mark.slow) for way in [*WAYS][1:])])
+def test_rows_have_the_pictures_of_their_episodes_in_every_loop(folder, way):
+    """The weights hardly change, so the log-probs of stale rows are the trainer's too."""
+    sections = {**EPISODES, **WAYS[way], "train": {"steps": 3, "learning_rate": 1e-10}}
+    made = config(folder, **sections)
+    prepare_run(made, {"bright": bright}).execute()
+    rows = lines(made)
+    assert [row["environment/replies/screen"] for row in rows] == [1.0] * 3
+    assert max(row["training/rollout_probs_diff_max"] for row in rows) < 1e-5
+    if "asynchronous" in sections:
+        assert max(row["async/staleness_max"] for row in rows) > 0
+
+
 @pytest.mark.slow
 def test_a_resumed_run_with_pictures_of_an_environment_ends_bit_for_bit_the_same(folder):
     whole = run(config(folder, "whole", **EPISODES))
@@ -192,6 +238,8 @@ REFUSED = {
                                     "environment.images: text (llama) reads text alone; use a model with a vision"),
     "sglang": ({"rollout": {"engine": "sglang"}}, "SGLangEngine does not take pictures, and the run has some"),
     "vllm": ({"rollout": {"engine": "vllm", "temperature": 0.7}}, "those of pictures may not: use"),
+    "vllm_elsewhere": ({"rollout": {"engine": "vllm-server", "server": "http://127.0.0.1:1"}, "cluster": {}},
+                       "rollout.server: pictures are sent in the encoding of vllm, which is not installed here"),
     "critic": ({"algorithm": {"name": "ppo"}}, "model cannot be used as a critic: model_type 'qwen2_5_vl' is not one"),
     "critic_of_text": ({"algorithm": {"name": "ppo"}}, "algorithm.name=ppo: a critic reads text alone"),
     "packed": ({"model": {"pack_rows": True}}, "model.pack_rows=true: rows with pictures are padded"),
@@ -226,6 +274,7 @@ def test_what_takes_text_alone_is_refused_before_weights_are_read(folder, case, 
         (folder / "text.jsonl").write_text(json.dumps(ROWS[2]))
     for engine in (VLLMEngine, SGLangEngine):
         monkeypatch.setattr(engine, "package", None)  # it need not be installed to be refused
+    monkeypatch.setattr(VLLMServerEngine, "package_version", classmethod(lambda cls: None))
     (folder / "model" / "model.safetensors").unlink()
     made = config(folder, **sections)
     with pytest.raises(DataError if case == "packing" else ConfigError) as error:
