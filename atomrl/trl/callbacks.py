@@ -6,7 +6,6 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl
 
 from atomrl.config import ConfigError
-from atomrl.trl.arguments import in_trl_names
 
 
 class LogCompletionsCallback(TrainerCallback):
@@ -43,28 +42,21 @@ class Events:
     def __bool__(self) -> bool:
         return bool(self.callbacks)
 
-    def call(self, event: str, trainer: Any, step: int | None = None, **arguments: Any) -> None:
+    def call(self, event: str, trainer: Any, **arguments: Any) -> None:
         """Call an event of all callbacks."""
-        state = trainer.state
-        if step is not None:
-            state.global_step = step
         tokenizer = trainer.tokenizer
         for callback in self.callbacks:
             given = {"model": trainer._model, "processing_class": tokenizer, "tokenizer": tokenizer, **arguments}
-            self.control = getattr(callback, event)(trainer.args, state, self.control, **given) or self.control
+            self.control = getattr(callback, event)(trainer.args, trainer.state, self.control, **given) or self.control
 
-    def after_step(self, trainer: Any) -> Callable[[int, Mapping[str, float]], bool]:
-        """Return the function that a run calls after each step."""
-
-        def called(step: int, metrics: Mapping[str, float]) -> bool:
-            self.call("on_step_end", trainer, step)
-            self.call("on_log", trainer, step, logs=in_trl_names({"step": step, **metrics}))
-            rows = [row for row in trainer.state.log_history if any(name.startswith("eval") for name in row)]
-            for row in rows[self._evaluations :]:
-                self.call("on_evaluate", trainer, step, metrics=row)
-            self._evaluations = len(rows)
-            if not self.control.should_training_stop:
-                self.call("on_step_begin", trainer, step + 1)
-            return self.control.should_training_stop
-
-        return called
+    def after_step(self, trainer: Any, row: Mapping[str, Any]) -> bool:
+        """Call the events at the end of a step, whose row of metrics is given; returns whether the run ends."""
+        self.call("on_step_end", trainer)
+        self.call("on_log", trainer, logs=row)
+        rows = [row for row in trainer.state.log_history if any(name.startswith("eval") for name in row)]
+        for evaluation in rows[self._evaluations :]:
+            self.call("on_evaluate", trainer, metrics=evaluation)
+        self._evaluations = len(rows)
+        if not self.control.should_training_stop and trainer.state.global_step < trainer.state.max_steps:
+            self.call("on_step_begin", trainer)
+        return self.control.should_training_stop

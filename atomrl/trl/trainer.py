@@ -2,6 +2,7 @@
 so there is only one training loop."""
 
 import copy
+import functools
 import itertools
 import json
 import shutil
@@ -13,18 +14,20 @@ from typing import Any, ClassVar
 
 from atomrl.backends.launcher import follow_launcher
 from atomrl.common.files import write_jsonl
+from atomrl.common.functions import names_in
 from atomrl.common.launchers import launched
 from atomrl.config import ConfigError, FSDPConfig, RunConfig, load_config, merge_trees
 from atomrl.config.keys import renamed
 from atomrl.data.files import DataError
 from atomrl.models.loading import load_tokenizer, resolve_folder
+from atomrl.rewards.scorer import parameters_of
 from atomrl.rewards.table import REWARDS
 from atomrl.tracking.reading.lines import read_metrics
 from atomrl.tracking.run_directory import is_begun
 from atomrl.trainer import Options, prepare_run
-from atomrl.trainer.build import device_name
+from atomrl.trainer.build import device_name, with_steps
 from atomrl.trainer.loop import Callback
-from atomrl.trl.arguments import NAMES, GRPOArgs, hint, in_trl_names
+from atomrl.trl.arguments import NAMES, GRPOArgs, hint
 from atomrl.trl.callbacks import Events, split_callbacks
 from atomrl.trl.configs import CONFIGS, TRLConfig, from_training_arguments
 from atomrl.trl.inputs import (
@@ -40,6 +43,7 @@ from atomrl.trl.inputs import (
     sft_rows,
 )
 from atomrl.trl.objects import GivenModel, load_trained, quantization_of, with_template, without_new_pad
+from atomrl.trl.state import RunState
 
 INPUTS, PROCESSOR = "inputs", "preprocessor_config.json"
 OWN_TOKENIZER = object()
@@ -78,10 +82,10 @@ planning: Callable[["Trainer", RunConfig], None] | None = None
 class TrainResult(dict[str, Any]):
     """The run's summary, and what TRL returns: `global_step`, `training_loss` and `metrics`."""
 
-    def __init__(self, summary: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, summary: Mapping[str, Any], state: RunState) -> None:
         super().__init__(summary)
-        losses = [row["loss"] for row in history if "loss" in row]
-        self.global_step: int = int(summary["steps"])
+        losses = [row["loss"] for row in state.log_history if "loss" in row]
+        self.global_step: int = state.global_step
         self.training_loss: float = sum(losses) / len(losses) if losses else 0.0
         steps_per_second = self.global_step / summary["wall_s"] if summary["wall_s"] else 0.0
         self.metrics: dict[str, Any] = {
@@ -189,6 +193,7 @@ class Trainer:
         self._items: list[dict[str, Any]] = []
         self._local: dict[str, Any] = {}
         self._companions: dict[Path, tuple[Any, Any]] = {}
+        self.state = RunState()
         if self._events:
             self._events.call("on_init_end", self)
 
@@ -328,10 +333,12 @@ class Trainer:
         resume = self._check_folder(resume_from_checkpoint)
         try:
             config = self._make_config(resume)
+            self._begin_state(with_steps(config, len(self._train_rows)), resume)
             if planning is not None:
                 planning(self, config)
             run = prepare_run(config, self._local or None)
             self.config = run.config
+            self._begin_state(run.config, resume)
             print_line(f"{self._describe_data()}; run folder {self.run_dir}")
             print_line("\n".join([*run.describe_batch(), run.describe_ranks()]))
             for note in self.notes():
@@ -339,9 +346,10 @@ class Trainer:
             device = self._given.to_cpu()
             if self._events:
                 self._events.call("on_train_begin", self)
-                self._events.call("on_step_begin", self, 1)
-            callbacks: list[Callback] = [*self._callbacks, *self._step_events()]
+                self._events.call("on_step_begin", self)
+            callbacks: list[Callback] = [*self._callbacks, self._after_step]
             summary = run.execute(Options(resume=resume, callbacks=callbacks, wording=hint))
+            self.state.end(summary["steps"])
         except (ConfigError, DataError) as error:
             raise type(error)(renamed(str(error), NAMES)) from error
         if summary["model"] is not None:
@@ -356,10 +364,15 @@ class Trainer:
             self._events.call("on_train_end", self)
         if getattr(self.args, "push_to_hub", False):
             self.push_to_hub()
-        return TrainResult(summary, self.state.log_history)
+        return TrainResult(summary, self.state)
 
-    def _step_events(self) -> list[Callable[[int, Mapping[str, float]], bool]]:
-        return [self._events.after_step(self)] if self._events else []
+    def _begin_state(self, config: RunConfig, resume: bool) -> None:
+        of_trl = isinstance(self.args, TRLConfig) and self.kind != "ppo"  # TRL's PPO counts batches
+        self.state.begin(config, len(self._train_rows), config.updates_per_step if of_trl else 1, resume)
+
+    def _after_step(self, step: int, metrics: Mapping[str, float]) -> bool:
+        row = self.state.after_step(step, metrics)
+        return bool(self._events) and self._events.after_step(self, row)
 
     def notes(self) -> list[str]:
         """List what differs from TRL, and the arguments without effect here."""
@@ -499,17 +512,6 @@ class Trainer:
         """Metrics of every step and evaluation so far, each a dict with `step` (names: docs/reference/cli.md)."""
         return read_metrics(self.run_dir / "metrics.jsonl") if self.config else []
 
-    @property
-    def state(self) -> SimpleNamespace:
-        """TRL's `trainer.state`: `log_history`, also with TRL's metric names, and `global_step`."""
-        rows = [in_trl_names(row) for row in self.log_history]
-        step = max((row["step"] for row in rows), default=0)
-        return SimpleNamespace(
-            log_history=rows, global_step=step, max_steps=self.config.train.steps if self.config else 0,
-            epoch=None, is_world_process_zero=True, is_local_process_zero=True, best_metric=None,
-            best_model_checkpoint=None,
-        )  # fmt: skip
-
     def is_world_process_zero(self) -> bool:
         """Return True: ranks do not run the script."""
         return True
@@ -622,8 +624,7 @@ class Trainer:
 
     def save_state(self) -> None:
         """Write `trainer_state.json` with the metrics of all steps into the run's folder."""
-        state = {"global_step": self.state.global_step, "log_history": self.state.log_history}
-        (self.run_dir / "trainer_state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+        self.state.save_to_json(str(self.run_dir / "trainer_state.json"))
 
     @staticmethod
     def _load(folder: str | Path) -> Any:
@@ -674,6 +675,12 @@ class GRPOTrainer(Trainer):
         reward_processing_classes: Any = None,
         **others: Any,
     ) -> None:
+        if isinstance(reward_funcs, TRLConfig | GRPOArgs | None) and not hasattr(tokenizer, "encode") and tokenizer:
+            # TRL's order of positional arguments: model, reward_funcs, args, train_dataset, eval_dataset
+            given = args
+            tokenizer, reward_funcs, args = None, tokenizer, reward_funcs or args
+            if given is not None and args is not given:
+                train_dataset, eval_dataset = given, train_dataset if eval_dataset is None else eval_dataset
         self._built_in = train_dataset is None
         listed = (
             reward_funcs if isinstance(reward_funcs, Sequence) and not isinstance(reward_funcs, str) else [reward_funcs]
@@ -692,10 +699,25 @@ class GRPOTrainer(Trainer):
             self._reward_model(one, place, reward_processing_classes) if of_trl and is_reward_model(one) else one
             for place, one in enumerate(listed)
         ]
+        listed = [self._with_state(one) if of_trl and callable(one) else one for one in listed]
         self._items, self._local = reward_items(listed, getattr(self.args, "reward_weights", None), of_trl)
         if penalty := getattr(self.args, "missing_eos_penalty", None):
             eos = {"eos_token_id": self.tokenizer.eos_token_id}
             self._items.append({"function": "missing_eos_penalty", "weight": penalty, "args": eos})
+
+    def _with_state(self, reward: Callable[..., Any]) -> Callable[..., Any]:
+        """Bind what TRL passes beside the columns and a reward function asks for; it then runs in this process."""
+        offered = {"trainer_state": self.state, "log_extra": _unused, "log_metric": _unused}
+        asked = offered.keys() & {*(parameters_of(reward) or ()), *names_in(reward)}
+        if not asked:
+            return reward
+        if idle := sorted(asked - {"trainer_state"}):
+            self._notes.append(
+                f"{', '.join(idle)} of reward functions: no effect here (atomrl rollouts shows completions)"
+            )
+        given = functools.partial(reward, **{name: offered[name] for name in asked})
+        given.__name__ = getattr(reward, "__name__", type(reward).__name__)  # type: ignore[attr-defined]
+        return given
 
     def _reward_model(self, model: Any, place: int, tokenizers: Any) -> str:
         """Return the name or folder of a reward model."""
@@ -953,6 +975,10 @@ def _run_dir(output_dir: str | Path | None, kind: str, args: str) -> Path:
         return path
     names = itertools.chain([f"runs/{kind}"], (f"runs/{kind}-{number}" for number in itertools.count(2)))
     return next(path for path in map(Path, names) if not path.exists())
+
+
+def _unused(*_: Any) -> None:
+    """Do nothing."""
 
 
 def print_line(line: str) -> None:

@@ -47,6 +47,47 @@ def test_the_quick_start(model):
     assert (trainer.run_dir / "model.safetensors").is_file() and str(trainer.run_dir) == "Qwen2-0.5B-GRPO"
 
 
+@pytest.mark.parametrize("form", ["parameter", "columns", "object", "async"])
+def test_a_reward_gets_the_trainers_state(form, model):
+    from transformers import TrainerCallback
+
+    seen, begun = [], []
+
+    def see(state, completions):
+        seen.append((state.global_step, state.max_steps, state.epoch, state.num_train_epochs, len(state.log_history)))
+        return [float(state.global_step)] * len(completions)
+
+    def parameter(completions, trainer_state, log_metric, **columns):
+        log_metric("length", 1.0)
+        return see(trainer_state, completions)
+
+    def columns(completions, **columns):
+        return see(columns["trainer_state"], completions)
+
+    class Reward:
+        def __call__(self, completions, **columns):
+            return see(columns.get("trainer_state"), completions)
+
+    async def coroutine(completions, trainer_state, **columns):
+        return see(trainer_state, completions)
+
+    class Begun(TrainerCallback):
+        def on_step_begin(self, args, state, control, **others):
+            begun.append(state.global_step)
+
+    reward = {"parameter": parameter, "columns": columns, "object": Reward(), "async": coroutine}[form]
+    args = GRPOConfig(output_dir="out", num_iterations=2, num_train_epochs=1, **SMALL | {"max_steps": -1})
+    rows = [{"prompt": f"{n}+1="} for n in range(4)]
+    trainer = GRPOTrainer(model, reward, args, rows, callbacks=[Begun()])
+    state = trainer.state
+    result = trainer.train()
+    assert list(dict.fromkeys(seen)) == [(0, 4, 0.0, 1, 0), (2, 4, 0.5, 1, 1)]
+    assert begun == [0, 2] and result.global_step == 4
+    history = [(row["step"], row["epoch"], row["reward"]) for row in state.log_history]
+    assert state is trainer.state and history == [(2, 0.5, 0.0), (4, 1.0, 2.0)]
+    assert any("log_metric" in note for note in trainer.notes()) == (form == "parameter")
+
+
 def test_a_conversational_data_set_gives_rewards_messages(model):
     seen = []
 

@@ -23,6 +23,7 @@ SUPPORTED = "supported are verl, TRL, OpenRLHF, LLaMA-Factory and SkyRL, and Pyt
 KEYS: Sequence[tuple[str, set[str]]] = (
     ("verl", {"actor_rollout_ref"}),
     ("llamafactory", {"stage", "finetuning_type"}),
+    ("LLaMA-Factory v1", {"model_class"}),
     ("SkyRL's YAML", {"trainer", "generator"}),
     ("axolotl", {"base_model"}),
     ("ms-swift", {"rlhf_type"}),
@@ -180,16 +181,16 @@ def _expanded(value: Any) -> Any:
     return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
-def _shell_texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (key, text) of texts with an unexpanded shell variable."""
+def _unresolved(value: Any, sign: str, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (key, line of its text) where a line has a sign of what the file alone does not say."""
     if isinstance(value, dict):
         for name, item in value.items():
-            yield from _shell_texts(item, f"{key}.{name}".lstrip("."))
+            yield from _unresolved(item, sign, f"{key}.{name}".lstrip("."))
     elif isinstance(value, list):
         for item in value:
-            yield from _shell_texts(item, key)
-    elif isinstance(value, str) and re.search(r"\$[A-Za-z_{(]", value):
-        yield key, value
+            yield from _unresolved(item, sign, key)
+    elif isinstance(value, str):
+        yield from ((key, line) for line in value.splitlines() if re.search(sign, line))
 
 
 def _imported(t: Translation, path: Path) -> Imported:
@@ -199,11 +200,9 @@ def _imported(t: Translation, path: Path) -> Imported:
     except ConfigError as error:
         raise ConfigError("\n".join(_with_sources(t, line) for line in str(error).splitlines())) from error
     rows = config.train.rows_per_update
-    for key, text in _shell_texts(tree):
-        if key.startswith(("run_name", "tracking.")):  # only a name
-            t.approximate(f"{key}: {text!r} is known only to the shell; copied as written")
-        else:
-            t.to_do.append(f"{key}: {text!r} is known only to the shell: write its value")
+    sign, known_to = (r"\$\{", "OmegaConf") if path.suffix in (".yaml", ".yml") else (r"\$[\w{($]|`", "the shell")
+    for key, text in _unresolved({**tree, **t.files}, sign):
+        t.to_do.append(_with_sources(t, f"{key}: {text.strip()!r} is known only to {known_to}: write its value"))
     return Imported(
         library=t.library,
         source=path.name,
@@ -228,7 +227,7 @@ def _with_sources(t: Translation, line: str) -> str:
     names = [] if key is None else [
         name for ours, theirs in t.sources.items() if key[1] == ours or key[1].startswith(f"{ours}.") for name in theirs
     ]  # fmt: skip
-    sources = ", ".join(f"{t.named(name)}={t.settings[name]}" for name in dict.fromkeys(names))
+    sources = ", ".join(f"{t.named(name)}={t.given(name).partition('=')[2]}" for name in dict.fromkeys(names))
     return f"{line} (from {sources})" if sources else line
 
 

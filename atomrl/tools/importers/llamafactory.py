@@ -36,6 +36,7 @@ REFUSED: Mapping[str, str] = {
     "adapter_name_or_path": "merge the adapters first",
     "reward_model": "only stage ppo has one",
     "pref_bco_weight": "write the losses to algorithm.loss",
+    "quantization_bit": "supported: 4, 8",
     "rope_scaling": "positions are those of the model",
     "mixture_of_depths": "layers are those of the model",
     "default_system": "set data.system_prompt, and remove the key",
@@ -53,7 +54,6 @@ REASONS: Mapping[str, str] = {
                     trl_arguments.KERNEL),
     "quantization_method": "4 bits are nf4, 8 bits int8 here",
     "double_quantization": "the scales of the 4 bits are not quantised again, which is more exact",
-    "do_train": "it is on",
     "neat_packing": "the rows of a block never see each other here",
     "video_": "rows with videos are an error when they are read",
 }  # fmt: skip
@@ -76,22 +76,23 @@ def translate(path: Path) -> Translation:
         raise ConfigError(f"{path}: finetuning_type={tuning} has no counterpart; supported: full, lora")
     kind = STAGES[stage]
     which = TRAINERS[kind]
-    settings = {RENAMED.get(name, name): _converted(name, value) for name, value in given.items()}
+    names = {name: _name(name, given) for name in given}
+    settings = {names[name]: _converted(name, value) for name, value in given.items()}
     defaults = {**trl_arguments.DEFAULTS, **which.defaults, **DEFAULTS, "disable_dropout": kind == "dpo"}
-    if settings.get("quantization_bit"):
-        settings[f"load_in_{settings['quantization_bit']}bit"] = True
-    settings |= {"use_peft": True} if tuning == "lora" else {}
-    settings |= {"packing": True} if settings.get("neat_packing") else {}
+    defaults |= {"use_peft": tuning == "lora", "packing": given.get("neat_packing", False)}
+    settings |= {"packing": True} if "packing" in given and given.get("neat_packing") else {}
     t = Translation("LLaMA-Factory", settings, defaults, path)
+    t.own = {name: (own, given[own]) for own, name in names.items()}
     t.version = VERSION
     t.reasons |= REASONS
-    t.name_of(["stage", "finetuning_type", "use_peft", "quantization_bit"])
+    t.name_of(["stage", "finetuning_type"])
     t.refuse_set({**REFUSED, "chat_template": TEMPLATE})
     if tuning == "lora" and "lora_alpha" not in settings:
         t.defaults = {**t.defaults, "lora_alpha": 2 * t.count("lora_r")}
     trl_arguments.translate_shared(t, path)
     which.translate(t, 1)
     _data(t)
+    t.leave("do_train", "the run trains")
     t.leave("stage", f"the kind of run: {kind}")
     t.leave("finetuning_type", "model.lora, or all weights")
     t.approximate("batch sizes are those of one process: multiply train.rows_per_update by the number of yours")
@@ -101,8 +102,17 @@ def translate(path: Path) -> Translation:
     return t
 
 
+def _name(name: str, given: Settings) -> str:
+    """Return TRL's name for a key of the file."""
+    if name == "quantization_bit" and given[name] in (4, 8):
+        return f"load_in_{given[name]}bit"
+    return RENAMED.get(name, name)
+
+
 def _converted(name: str, value: Any) -> Any:
     """Return a value in TRL's form."""
+    if name == "quantization_bit" and value in (4, 8):
+        return True
     if name == "lora_target":
         return "all-linear" if value == "all" else [part.strip() for part in str(value).split(",")]
     if name == "disable_gradient_checkpointing":
@@ -122,6 +132,8 @@ def _data(t: Translation) -> None:
     if t("max_samples") is not None:
         t.put("data.train_size", t.count("max_samples"), "max_samples", because="of all data sets; there of each")
     _pictures(t)
+    if t.flag("packing") and not t.flag("neat_packing"):
+        t.differ("rows of a block (packing)", "see each other", "never do, as with neat_packing")
     t.differ("rows over cutoff_len tokens", "prompt and answer are shortened in proportion", "truncated at the end")
     if t("template") is not None:
         t.differ("chat template", f"its own {t('template')} (template)", "that of the tokenizer")

@@ -388,7 +388,7 @@ theirs = find_function("PATH:reward_func")
 
 
 def reward_func(prompts, completions, ground_truth, **columns):
-    """Call `reward_func(queries, prompts, labels)`: a query is a prompt with its completion."""
+    """Call reward_func(queries, prompts, labels): a query is a prompt with its completion."""
     texts = [text if isinstance(text, str) else text[-1]["content"] for text in prompts]
     queries = [text + completion for text, completion in zip(texts, completions, strict=True)]
     result = theirs(queries, texts, ground_truth)
@@ -547,13 +547,13 @@ def translate(path: Path, out: Path) -> Translation:
         path, PROGRAM, "openrlhf.cli.train_ppo_ray, train_sft, train_dpo or train_rm"
     )
     flags = flat(flags)
-    current = {OLDER.get(name, name): value for name, value in flags.items()}
     kind = next((name for name in OFFLINE_DEFAULTS if f"train_{name}" in words[0]), None)
+    names = {name: OLDER.get(name, name) for name in flags}
     if kind is not None:
-        current = {renamed(name): value for name, value in current.items()}
-        t = Translation("OpenRLHF", current, OFFLINE_DEFAULTS[kind], path)
-    else:
-        t = Translation("OpenRLHF", current, DEFAULTS, path)
+        names = {name: renamed(current) for name, current in names.items()}
+    current = {names[name]: value for name, value in flags.items()}
+    t = Translation("OpenRLHF", current, DEFAULTS if kind is None else OFFLINE_DEFAULTS[kind], path)
+    t.own = {current: (name, flags[name]) for name, current in names.items()}
     t.reasons = REASONS
     t.version = VERSION
     if older := [name for name in flags if name in OLDER]:
@@ -756,6 +756,8 @@ def _kl(t: Translation) -> None:
     kl |= {"target": target, "horizon": horizon}
     group = t("algo.advantage.estimator") in ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
     t.put("algorithm.kl", kl, *names)
+    if coefficient:
+        t.differ("KL of a token", "within -10 and 10", "not bounded")
     if group and coefficient and not in_loss:
         t.differ("KL", "subtracted per token after the baseline", "part of the reward, before the baseline")
 

@@ -321,5 +321,7 @@ def _kl_and_entropy(t: Translation) -> None:
     }  # fmt: skip
     t.name_of([A + "use_kl_in_reward", A + "kl_ctrl.kl_target", A + "kl_ctrl.horizon"])
     t.put("algorithm.kl", kl, *(A + name for name in ("use_kl_loss", "kl_loss_coef", "kl_estimator_type")))
+    if kl["type"] == "k3" and kl["coefficient"]:
+        t.differ("KL of a token", "at most 10", "not bounded")
     entropy = t.number(A + "entropy_loss_coef") if t.flag(A + "use_entropy_loss") else 0.0
     t.put("algorithm.entropy.coefficient", entropy, A + "use_entropy_loss", A + "entropy_loss_coef")

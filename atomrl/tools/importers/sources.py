@@ -28,9 +28,7 @@ def read_hydra(path: Path, named: Sequence[str] = ()) -> tuple[Settings, list[st
         ConfigError: it cannot be read, has no such words, or the config of `--config-name` is not there.
     """
     if path.suffix in (".yaml", ".yml"):
-        settings = _resolved(flat(read_yaml(path)))
-        notes = [f"{key}={value} was copied as written" for key, value in settings.items() if "${" in str(value)]
-        return settings, notes, ""
+        return _resolved(flat(read_yaml(path))), [], ""
     script = read_script(text_of(path), str(path))
     commands = [(settings, words) for words in script.commands if (settings := dict(_hydra_words(words)))]
     if not commands:
@@ -100,7 +98,7 @@ def _hydra_words(command: Sequence[str]) -> Iterator[tuple[str, Any]]:
         dotted = r"(?:\.\w+)*" if place > start else r"(?:\.\w+)+"  # before it, NAME=value sets the environment
         key = re.match(rf"[+~]*([A-Za-z_]\w*{dotted})=", word)
         if key and not word.startswith("--"):
-            yield key[1], _value(word[key.end() :])
+            yield key[1], scalar(word[key.end() :])
 
 
 def _resolved(settings: Settings) -> Settings:
@@ -174,12 +172,12 @@ def flag_words(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
         if re.match(r"-[A-Za-z]", word):  # a short option such as `-m` ends the flag before it
             word = "--"
         if not word.startswith("--"):
-            values.append(_value(word))
+            values.append(scalar(word))
             continue
         if flag:
             yield flag, True if not values else values[0] if len(values) == 1 else values
         flag, equals, value = word[2:].partition("=")
-        values = [_value(value)] if equals else []
+        values = [scalar(value)] if equals else []
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Settings:
@@ -211,10 +209,6 @@ def text_of(path: Path) -> str:
         hint = "; training_args.bin is a pickle, which can run code when opened: give the script or the YAML file"
         raise ConfigError(f"{path} {reason}{hint if path.suffix in ('.bin', '.pt', '.pkl') else ''}") from None
     return text
-
-
-def _value(text: str) -> Any:
-    return scalar(text)
 
 
 def hub_source(name: str, config: Any = None, split: Any = None, revision: Any = None) -> str:

@@ -107,6 +107,8 @@ class Translation:
         """Name and version of the library whose defaults are written out."""
         self.reasons: dict[str, str] = {}
         """Key, or prefix of keys (ends in a dot or underscore) -> reason why it has no counterpart."""
+        self.own: dict[str, tuple[str, Any]] = {}
+        """Key of `settings` -> its name and value in the file, if the file has another name for it."""
         self._left: list[str] = []
         self._read: set[str] = set()
 
@@ -121,16 +123,22 @@ class Translation:
         name = self.name_of(names)
         return None if name is None else self.settings.get(name, self.defaults.get(name))
 
+    def given(self, name: str) -> str:
+        """Return a key of the file and its value, as the file has them: `beta=0.1`."""
+        own, value = self.own.get(name, (name, self.settings.get(name)))
+        return f"{own}={value}"
+
     def named(self, name: str) -> str:
         """Name a key for an error, with file and line: `grpo.py:12: TRL's beta`."""
-        place = self.place(name)
-        return f"{place}: {self.library}'s {name}" if place else f"{self.library}'s {name}"
+        place, own = self.place(name), self.own.get(name, (name,))[0]
+        return f"{place}: {self.library}'s {own}" if place else f"{self.library}'s {own}"
 
     def place(self, name: str) -> str:
         """Return file and line of a key; without a line if several contain it, "" for a default of the library."""
         name = name if name in self.settings else name.partition(".")[0]
         if name not in self.settings or self.path is None:
             return ""
+        name = self.own.get(name, (name,))[0]
         for word in (name, name.rpartition(".")[2]):
             pattern = rf"^[^#]*(?<![\w.-])(--)?\+*{re.escape(word).replace('_', '[-_]')}(?![\w.-])"
             lines = text_of(self.path).splitlines()
@@ -214,7 +222,7 @@ class Translation:
         """
         self.tree = merge_trees(self.tree, nest(key, value))
         self._read |= set(names)
-        values = [f"{name}={self.settings[name]}" for name in names if name in self.settings]
+        values = [self.given(name) for name in names if name in self.settings]
         self.sources[key] = [name for name in names if name in self.settings]
         defaults = [f"{name}={self.defaults[name]}" for name in names if name in self.defaults]
         line = f"{', '.join(values or defaults) or self.library} -> {key}: {value}"
@@ -304,7 +312,7 @@ class Translation:
         """Report a key without a counterpart, with the reason."""
         self._read.add(name)
         if name in self.settings:
-            self._left.append(f"{name}={self.settings[name]} ({why})")
+            self._left.append(f"{self.given(name)} ({why})")
 
     def leave_text(self, text: str, why: str) -> None:
         """Report something without a counterpart that is not a key."""
@@ -352,16 +360,18 @@ class Translation:
         """Set keys that are in no other list, with the reason."""
         said = "\n".join([*self.carried, *self.approximated, *self.differences, *self.to_do, *self._left])
         lines = list(self._left)
-        for name, value in self.settings.items():
-            if not re.search(rf"(?<![\w.]){re.escape(name)}[=:]", said):
-                lines.append(f"{name}={value} ({self.reason(name) or 'no effect with the other settings of the file'})")
+        for name in self.settings:
+            own = self.own.get(name, (name,))[0]
+            if not re.search(rf"(?<![\w.])(?:{re.escape(name)}|{re.escape(own)})[=:]", said):
+                reason = self.reason(name) or "no effect with the other settings of the file"
+                lines.append(f"{self.given(name)} ({reason})")
         return lines
 
     def leave_unknown(self) -> None:
         """Leave each key that is neither read nor known to the user: it may affect the training."""
         for name in self.unread:
             self.to_do.append(
-                f"{name}={self.settings[name]}: not a key of {self.library} that AtomRL knows; it was not translated"
+                f"{self.given(name)}: not a key of {self.library} that AtomRL knows; it was not translated"
             )
             self._read.add(name)
 

@@ -14,6 +14,7 @@ from atomrl.tools.importers.sources import Settings, flat_yaml, read_flags, text
 from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation, at_least_zero, put_gpus
 from atomrl.tools.importers.trl_arguments import (
     NO_CLIP,
+    put_engine,
     put_rewards,
     put_steps,
     translate_objective,
@@ -328,7 +329,8 @@ def translate_sft(t: Translation, processes: int) -> None:
         strategies = {"bfd": "bfd", "bfd_split": "bfd_split", "wrapped": "wrapped", "ffd": "bfd"}
         if t("packing_strategy") == "ffd":  # of TRL 0.18
             t.differ("packing_strategy", "ffd", "bfd")
-        t.put("sft.packing", t.choice("packing_strategy", t("packing_strategy"), strategies), "packing_strategy")
+        strategy = t.choice("packing_strategy", t("packing_strategy"), strategies)
+        t.put("sft.packing", strategy, "packing", "packing_strategy")
         tokens = t.count("per_device_train_batch_size") * t.tree["train"]["max_row_tokens"]
         t.put("train.rows_per_micro_batch", None)
         t.put("train.tokens_per_micro_batch", tokens, "per_device_train_batch_size")
@@ -424,7 +426,7 @@ def translate_online_dpo(t: Translation, processes: int) -> None:
     t.put("data.max_prompt_tokens", max(1, t.count("max_length") - t.count("max_new_tokens")), "max_length")
     t.put("data.answer_field", None)
     t.name_of(["use_vllm", "reward_weights"])
-    t.put_engine("use_vllm") if t.flag("use_vllm") else t.put("rollout.engine", "auto", "use_vllm")
+    put_engine(t)
     put_steps(t, updates=1)
     t.differ("pairs with equal rewards", "trained, in random order", "replaced by other prompts' pairs")
 
@@ -509,7 +511,7 @@ def _distil(t: Translation, processes: int) -> None:
         t.put(key, t.number("temperature"), "temperature")
     t.put("train.rows_per_micro_batch", each, names[0])
     t.put("data.answer_field", None)
-    t.put_engine("use_vllm") if t.flag("use_vllm") else t.put("rollout.engine", "auto", "use_vllm")
+    put_engine(t)
     put_steps(t, updates=1)
 
 

@@ -230,10 +230,11 @@ def translate_rloo_objective(t: Translation) -> None:
         t.put("algorithm.shaping", {"lowest": lowest, "highest": highest}, "reward_clip_range")
     if t.flag("mask_truncated_completions"):
         t.put("algorithm.shaping.mask_truncated", True, "mask_truncated_completions")
-    _engine(t)
+    put_engine(t)
 
 
-def _engine(t: Translation) -> None:
+def put_engine(t: Translation) -> None:
+    """Set `rollout.engine` by `use_vllm`."""
     if t.flag("use_vllm"):
         t.put_engine("use_vllm")
     else:
@@ -268,7 +269,7 @@ def _rollout_correction(t: Translation) -> None:
         high = 1e30 if t(most) is None else t.number(most)
         parts.append({"type": kind, "high": high, "low": 0.0 if t(names[4]) is None else t.number(names[4])})
     t.name_of([*names, "vllm_importance_sampling_cap"])
-    _engine(t)
+    put_engine(t)
     if t("off_policy_mask_threshold") is not None:
         parts.append({"type": "off_policy_sequences", "bound": t.number("off_policy_mask_threshold")})
         names.append("off_policy_mask_threshold")

@@ -224,6 +224,8 @@ def _kl(t: Translation) -> None:
         names += reward_names
     t.name_of([*loss_names, *reward_names])
     t.put("algorithm.kl", kl, *names)
+    if kl["type"] == "k3" and kl["coefficient"]:
+        t.differ("KL of a token", "at most 10", "not bounded")
 
 
 def _rollout_correction(t: Translation) -> None:

@@ -97,7 +97,7 @@ def at(imported: Imported, key: str) -> Any:
         (f"'{KWARGS}={{reasoning_effort: low}}'", {"reasoning_effort": "low"}))),
     (f"{VERL_YAML}\n  apply_chat_template_kwargs: {{enable_thinking: false}}", {"data.chat_template_kwargs": OFF}, []),
     *((REFERENCES.format(switch), {"algorithm.kl.coefficient": coefficient, "run_name": "p-x"},
-       ["trainer.default_local_dir=${oc.env:HOME}/o was copied as written"])
+       ["output_dir: '${oc.env:HOME}/o' is known only to OmegaConf: write its value"])
       for switch, coefficient in (("false", 0.0), ("true", 0.25))),
     (f"{VERL} algorithm.kl_ctrl.kl_coef=0.01 {ACTOR}ppo_micro_batch_size=8",  # verl 0.1
      {"algorithm.kl.coefficient": 0.01, "algorithm.clip.dual": None}, []),
@@ -227,9 +227,10 @@ FILTER, TIS = "--algo.dynamic_filtering_enable", "--enable_vllm_is_correction"
     *(("openrlhf", f"{OPENRLHF} d.jsonl {flags}", message) for flags, message in (
         ("--agent_func_path agent.py", "agent_func_path=agent.py"),
         (f"--vllm_is_truncated_threshold 2 {TIS}", "not 2 numbers"),
-        (f"--policy_loss_type gspo {TIS}", "is_correction_enable"),
+        (f"--policy_loss_type gspo {TIS}", "enable_vllm_is_correction"),
         (f"{FILTER} --algo.dynamic_filtering_range 0.1 0.9", "0.1, 0.9"),
-        ("--init_kl_coef abc", "init_coef=abc is not a number"), ("--temperature", "temperature=True is not a number"),
+        ("--init_kl_coef abc", "init_kl_coef=abc is not a number"),
+        ("--temperature", "temperature=True is not a number"),
         ("--use_kl_loss $KL", "neither true nor false"), ("--data.tokenizer_chat_template x", "chat_template"),
         ("--tokenizer_chat_template x", "chat_template"),
         ("--rollout.batch_sise 4", "did you mean --rollout.batch_size"),

@@ -1,5 +1,6 @@
 """Files of the shapes that public repositories have: each is imported as what it trains, or refused."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -49,8 +50,9 @@ SKYRL = "uv run -m skyrl.train.entrypoints.main_base trainer.policy.model.path=m
     (f"{LLAMA}stage: kto\nfinetuning_type: full", "stage=kto has no counterpart; supported: sft, dpo, rm"),
     (f"{LLAMA}stage: sft\nfinetuning_type: freeze", "finetuning_type=freeze"),
     (f"{LLAMA}stage: sft\nfinetuning_type: full\nfreeze_multi_modal_projector: false", "a part of the tower"),
+    (f"{LLAMA}stage: sft\nfinetuning_type: lora\nquantization_bit: 3", "quantization_bit=3 .* supported: 4, 8"),
     (f"{LLAMA}stage: sft\nfinetuning_type: full\ntokenized_path: rows", "tokenized_path=rows .* remove the key"),
-    (f"{LLAMA}stage: dpo\nfinetuning_type: full\npref_loss: simpo", "loss_type=simpo"),
+    (f"{LLAMA}stage: dpo\nfinetuning_type: full\npref_loss: simpo", "pref_loss=simpo"),
     (f"{SKYRL} generator.max_turns=3", "max_turns=3"),
     ("bash run_gsm8k.sh trainer.policy.lr=1", "starts run_gsm8k.sh of SkyRL"),
     (f"{SKYRL} environment.env_class=search", "env_class=search"),
@@ -61,6 +63,7 @@ SKYRL = "uv run -m skyrl.train.entrypoints.main_base trainer.policy.model.path=m
      "inference_engine.language_model_only=True has no counterpart"),
     (f"{SKYRL} generator.vision_language_generator=maybe", "vision_language_generator=maybe is neither true nor"),
     (SKYRL.replace("skyrl.train.entrypoints.main_base", "examples.main_dapo"), "main_dapo of SkyRL: supported"),
+    ("model: m\nmodel_class: llm\nmax_new_tokens: 9", "LLaMA-Factory v1, which is not supported"),
     ("base_model: m\nrl: dpo", "axolotl, which is not supported: supported are verl, TRL"),
     ("policy: {model_name: m}\ngrpo: {num_prompts_per_step: 2}", "NeMo-RL, which is not supported"),
     ("swift rlhf --rlhf_type grpo --model m", "ms-swift, which is not supported"),
@@ -153,11 +156,26 @@ def test_what_needs_the_scripts_path_alone_is_resolved(root: str, folder: str, r
     assert f'"{tmp_path / folder / "r.py"}:reward_func"' in files["a_rewards.py"]
 
 
-def test_another_substitution_is_one_word_and_left_to_the_user(read: Read) -> None:
-    imported = read(f"URL=$(my-tool --port 3 && echo x)\n{OPENRLHF} --reward.remote_url ${{URL}}/score")
-    [function] = imported.tree["reward"]["functions"]
-    assert function == {"function": "http", "args": {"url": "$(my-tool --port 3 && echo x)/score"}}
-    assert any(line.startswith("reward.functions") and "known only to the shell" in line for line in imported.to_do)
+@pytest.mark.parametrize(("text", "left"), [
+    (f"URL=$(my-tool --port 3 && echo x)\n{OPENRLHF} --reward.remote_url ${{URL}}/score",
+     ["reward.functions.args.url: '$(my-tool --port 3 && echo x)/score'"]),
+    (f"{OPENRLHF} --reward.remote_url $DIR/r.py",
+     ["a_rewards.py: 'theirs = find_function(\"$DIR/r.py:reward_func\")'"]),
+    (f"D=e_$(date +%Y)\n{PPO} trainer.default_local_dir=c/$D trainer.experiment_name=e-`date +%F`", [
+        "run_name: 'e-`date +%F`'", "output_dir: 'c/e_$(date +%Y)'"]),
+    (f"{PPO} trainer.project_name=p_$RANDOM data.train_files=${{X:-$(pwd -P)/a}}", [
+        "data.train: '$(pwd -P)/a'", "tracking.wandb_project: 'p_$RANDOM'"]),
+    ("trl sft --model_name_or_path $1 --dataset_name a/b --output_dir out/${NAME}_$$", [
+        "run_name: '${NAME}_$$'", "model.path: '$1'"]),
+    (f"{SKYRL} trainer.ckpt_path=ckpt_${{N/a/b}}", ["output_dir: 'ckpt_${N/a/b}'"]),
+    ("actor_rollout_ref: {model: {path: m}}\nalgorithm: {adv_estimator: grpo}\n"
+     "trainer: {experiment_name: 'x_${now:%Y}'}", ["run_name: 'x_${now:%Y}'"]),
+    (f"{GRPO}reward_funcs: a.b\nsystem_prompt: '$5 or `x`?'", []),
+])  # fmt: skip
+def test_what_only_the_shell_knows_is_left_to_the_user(text: str, left: list[str], read: Read) -> None:
+    unknown = [line for line in read(text).to_do if "is known only to" in line]
+    assert [line.partition(" is known only to ")[0] for line in unknown] == left
+    assert all(" (from " in line for line in unknown if not line.startswith("a_rewards.py"))
 
 
 # ---- TRL, and recipes for it ----
@@ -209,6 +227,18 @@ def test_a_stage_of_llama_factory_is_its_kind_of_run(stage: str, kind: str, read
     assert (imported.config.kind, imported.config.train.max_row_tokens) == (kind, 99)
     assert imported.tree["train"]["learning_rate"] == 5e-5 and imported.tree["model"]["dtype"] == "float32"
     assert [line.partition("=")[0] for line in imported.to_do if "=" in line] == ["dataset", "zzz"]
+
+
+@pytest.mark.parametrize("text", [
+    f"{LLAMA}stage: sft\nfinetuning_type: lora\nquantization_bit: 4\nlora_target: all\nneat_packing: true\n"
+    "cutoff_len: 9",
+    "deepspeed --module openrlhf.cli.train_dpo --pretrain m --dataset d.jsonl --beta 0.2 --max_len 9 --zero_stage 3",
+])  # fmt: skip
+def test_the_report_has_the_names_of_the_file(text: str, read: Read) -> None:
+    imported = read(text)
+    lines = [*imported.carried, *imported.without_counterpart, *imported.to_do]
+    names = [name for line in lines for name in re.findall(r"(?:^|, )([\w.]+)=", line.partition(" -> ")[0])]
+    assert {*names} == {*re.findall(r"(?:^|--)(?!module)(\w+)(?=:| )", text, re.MULTILINE)} - {"deepspeed"}
 
 
 def test_skyrl_counts_prompts_in_its_mini_batches(read: Read) -> None:
