@@ -170,7 +170,7 @@ class RunDirectory:
             return [f"{run.path} begins: it has no config yet"]
         if process := lock_owner(run.path):
             raise run._is_written(f"process {process}")
-        return run._compare(config, allow_changes, describe_environment() | {"identity": dict(identity)}).lines
+        return run._compare(config, allow_changes, describe_system() | {"identity": dict(identity)}).lines
 
     def _check_there(self, config: RunConfig, resume: bool) -> bool:
         """Check that there is a run if it is to be resumed, and none if not; return whether the folder has a config."""
