@@ -193,14 +193,30 @@ def _unresolved(value: Any, sign: str, key: str = "") -> Iterator[tuple[str, str
         yield from ((key, line) for line in value.splitlines() if re.search(sign, line))
 
 
+def _name_known(t: Translation, key: str, value: Any, sign: str) -> Any:
+    """Return a name without the parts that the file alone does not say, such as a date, if anything is left of it; the
+    report says so."""
+    if not isinstance(value, str) or not re.search(sign, value):
+        return value
+    name = re.sub(r"\$\([^()]*\)|\$\{[^{}]*\}|\$\w+|\$\$|`[^`]*`", "", value)
+    name = re.sub(r"([-_./ ])[-_./ ]+", r"\1", name).strip("-_./ ")
+    if not name or re.search(sign, name):
+        return value
+    t.approximate(_with_sources(t, f"{key}: {name!r}, without what is known only when the script runs"))
+    return name
+
+
 def _imported(t: Translation, path: Path) -> Imported:
     tree = {key: _expanded(t.tree[key]) for key in RunConfig.model_fields if key in t.tree}  # in the order of a config
+    sign, known_to = (r"\$\{", "OmegaConf") if path.suffix in (".yaml", ".yml") else (r"\$[\w{($]|`", "the shell")
+    for section, key in ((tree, "run_name"), (tree.get("tracking", {}), "wandb_project")):
+        if key in section:
+            section[key] = _name_known(t, "run_name" if section is tree else f"tracking.{key}", section[key], sign)
     try:
         config = load_config(tree, name=f"{path} (as AtomRL's config)")
     except ConfigError as error:
         raise ConfigError("\n".join(_with_sources(t, line) for line in str(error).splitlines())) from error
     rows = config.train.rows_per_update
-    sign, known_to = (r"\$\{", "OmegaConf") if path.suffix in (".yaml", ".yml") else (r"\$[\w{($]|`", "the shell")
     for key, text in _unresolved({**tree, **t.files}, sign):
         t.to_do.append(_with_sources(t, f"{key}: {text.strip()!r} is known only to {known_to}: write its value"))
     return Imported(

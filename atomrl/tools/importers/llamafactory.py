@@ -86,6 +86,8 @@ def translate(path: Path) -> Translation:
     t.version = VERSION
     t.reasons |= REASONS
     t.name_of(["stage", "finetuning_type"])
+    if kind == "reward" and tuning == "lora":
+        raise t.refuse("finetuning_type", tuning, "reward models are trained without adapters")
     t.refuse_set({**REFUSED, "chat_template": TEMPLATE})
     if tuning == "lora" and "lora_alpha" not in settings:
         t.defaults = {**t.defaults, "lora_alpha": 2 * t.count("lora_r")}

@@ -49,6 +49,7 @@ SKYRL = "uv run -m skyrl.train.entrypoints.main_base trainer.policy.model.path=m
     (f"{TRL}lora_modules_to_save: [lm_head]\nuse_peft: true\npacking: true", "lora_modules_to_save"),
     (f"{LLAMA}stage: kto\nfinetuning_type: full", "stage=kto has no counterpart; supported: sft, dpo, rm"),
     (f"{LLAMA}stage: sft\nfinetuning_type: freeze", "finetuning_type=freeze"),
+    (f"{LLAMA}stage: rm\nfinetuning_type: lora", "finetuning_type=lora has no counterpart .* without adapters"),
     (f"{LLAMA}stage: sft\nfinetuning_type: full\nfreeze_multi_modal_projector: false", "a part of the tower"),
     (f"{LLAMA}stage: sft\nfinetuning_type: lora\nquantization_bit: 3", "quantization_bit=3 .* supported: 4, 8"),
     (f"{LLAMA}stage: sft\nfinetuning_type: full\ntokenized_path: rows", "tokenized_path=rows .* remove the key"),
@@ -161,21 +162,31 @@ def test_what_needs_the_scripts_path_alone_is_resolved(root: str, folder: str, r
      ["reward.functions.args.url: '$(my-tool --port 3 && echo x)/score'"]),
     (f"{OPENRLHF} --reward.remote_url $DIR/r.py",
      ["a_rewards.py: 'theirs = find_function(\"$DIR/r.py:reward_func\")'"]),
-    (f"D=e_$(date +%Y)\n{PPO} trainer.default_local_dir=c/$D trainer.experiment_name=e-`date +%F`", [
-        "run_name: 'e-`date +%F`'", "output_dir: 'c/e_$(date +%Y)'"]),
-    (f"{PPO} trainer.project_name=p_$RANDOM data.train_files=${{X:-$(pwd -P)/a}}", [
-        "data.train: '$(pwd -P)/a'", "tracking.wandb_project: 'p_$RANDOM'"]),
+    (f"D=e_$(date +%Y)\n{PPO} trainer.default_local_dir=c/$D trainer.experiment_name=`date +%F`", [
+        "run_name: '`date +%F`'", "output_dir: 'c/e_$(date +%Y)'"]),
+    (f"{PPO} trainer.project_name=$RANDOM data.train_files=${{X:-$(pwd -P)/a}}", [
+        "data.train: '$(pwd -P)/a'", "tracking.wandb_project: '$RANDOM'"]),
     ("trl sft --model_name_or_path $1 --dataset_name a/b --output_dir out/${NAME}_$$", [
         "run_name: '${NAME}_$$'", "model.path: '$1'"]),
     (f"{SKYRL} trainer.ckpt_path=ckpt_${{N/a/b}}", ["output_dir: 'ckpt_${N/a/b}'"]),
     ("actor_rollout_ref: {model: {path: m}}\nalgorithm: {adv_estimator: grpo}\n"
-     "trainer: {experiment_name: 'x_${now:%Y}'}", ["run_name: 'x_${now:%Y}'"]),
+     "trainer: {experiment_name: '${now:%Y}'}", ["run_name: '${now:%Y}'"]),
     (f"{GRPO}reward_funcs: a.b\nsystem_prompt: '$5 or `x`?'", []),
 ])  # fmt: skip
 def test_what_only_the_shell_knows_is_left_to_the_user(text: str, left: list[str], read: Read) -> None:
     unknown = [line for line in read(text).to_do if "is known only to" in line]
     assert [line.partition(" is known only to ")[0] for line in unknown] == left
     assert all(" (from " in line for line in unknown if not line.startswith("a_rewards.py"))
+
+
+@pytest.mark.parametrize(("given", "name"), [
+    ("e-$(date +%F)", "e"), ("e-`date +%F`-7b", "e-7b"), ("$RANDOM/e_$$", "e"), ("e$(date $(x))", None), ("$1", None),
+])  # fmt: skip
+def test_a_name_loses_what_only_the_shell_knows(given: str, name: str | None, read: Read) -> None:
+    imported = read(f"{PPO} trainer.experiment_name='{given}' trainer.project_name='{given}'")
+    assert imported.tree["run_name"] == imported.tree["tracking"]["wandb_project"] == (name or given)
+    told = imported.to_do if name is None else imported.approximated
+    assert sum("trainer.experiment_name=" in line or "trainer.project_name=" in line for line in told) == 2
 
 
 # ---- TRL, and recipes for it ----
