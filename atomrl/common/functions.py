@@ -26,6 +26,8 @@ OF_FILE = "_file_"
 
 
 _searched: list[str] = []
+_added: list[str] = []
+"""Those of `_searched` that are at the end of `sys.path`, in its order."""
 _looking = False
 _CONDITIONAL = (ast.If, ast.IfExp, ast.BoolOp, ast.Try, ast.Match, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 """Nodes whose children may not be executed."""
@@ -132,22 +134,23 @@ def plain_name(function: Callable[..., Any]) -> str:
 def search_in(folder: str | Path) -> None:
     """Add a folder to those in which users' modules and files are searched.
 
-    It is searched after installed modules, so that it hides none. Files are searched in the folder that was added last
-    first: of two configs read in one process, each with a `mine.py` beside it, each finds its own. No effect within
-    `imports_forbidden`.
+    They are searched after installed modules, so that they hide none, and the one that was added last is the first of
+    them: of two configs read in one process, each with a `mine.py` beside it, each finds its own. Worker processes
+    inherit the order in `sys.path`. No effect within `imports_forbidden`.
     """
     if _looking:
         return
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-    if str(folder) in _searched:
-        _searched.remove(str(folder))
-    _searched.append(str(folder))
+    name = str(folder)
+    if name in _added or name not in sys.path:
+        _added[:] = [name, *(other for other in _added if other != name)]
+        sys.path[:] = [*(other for other in sys.path if other not in _added), *_added]
+    if name not in _searched:
+        _searched.append(name)
 
 
 def searched() -> list[str]:
     """Return the folders passed to `search_in` so far, the last one last, for processes that are started elsewhere."""
-    return list(_searched)
+    return [*(folder for folder in _searched if folder not in _added), *reversed(_added)]
 
 
 def _load_module(name: str) -> ModuleType:
@@ -160,11 +163,9 @@ def _load_module(name: str) -> ModuleType:
 
 
 def _find_file(path: str) -> Path | None:
-    """Find a user's file in the working directory, in the folders of `search_in`, the last one first, or on `sys.path`,
-    except the standard library."""
+    """Find a user's file in the working directory or on `sys.path`, except the standard library."""
     python = Path(sysconfig.get_path("stdlib"))
-    others = (Path(folder) for folder in sys.path if not Path(folder).is_relative_to(python))
-    folders = [Path(), *(Path(folder) for folder in reversed(_searched)), *others]
+    folders = [Path(), *(Path(folder) for folder in sys.path if not Path(folder).is_relative_to(python))]
     return next((file for folder in folders if (file := folder / path).is_file()), None)
 
 

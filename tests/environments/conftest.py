@@ -3,3 +3,6 @@
 from tests.episodes import folder, played, tokenizer
 
 __all__ = ["folder", "played", "tokenizer"]
+
+collect_ignore = ["pixels.py", "screens.py"]
+"""Games for tests, which import packages that may be absent; pytest would import them for their doctests."""
