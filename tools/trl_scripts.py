@@ -16,6 +16,7 @@ import re
 import shlex
 import signal
 import sys
+import sysconfig
 import tempfile
 import time
 import traceback
@@ -26,6 +27,8 @@ from typing import Any
 
 LIST = Path(__file__).with_suffix(".txt")
 LIMIT_S = 900
+PACKAGES = f"{sysconfig.get_path('purelib')}/"
+"""Folder of the installed packages, which is left out of reasons."""
 OFFLINE = {
     "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1",
@@ -414,7 +417,7 @@ def main() -> None:
         entry, *arguments = line.split(" ") if " --" in line else [line]
         if any(part in entry for part in given.only):
             result, reason = run_file(given.checkouts, entry, arguments, given.work)
-            results.append((entry, result, reason.replace(f"{given.checkouts}/", "")))
+            results.append((entry, result, reason.replace(f"{given.checkouts}/", "").replace(PACKAGES, "")))
             print(row(results[-1]), flush=True)
     print(Counter(result for _, result, _ in results))
     if given.out:

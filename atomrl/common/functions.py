@@ -27,7 +27,7 @@ OF_FILE = "_file_"
 
 _searched: list[str] = []
 _added: list[str] = []
-"""Those of `_searched` that are at the end of `sys.path`, in its order."""
+"""Users' folders at the end of `sys.path`, in its order: `_searched` without those that Python searched before."""
 _looking = False
 _CONDITIONAL = (ast.If, ast.IfExp, ast.BoolOp, ast.Try, ast.Match, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 """Nodes whose children may not be executed."""

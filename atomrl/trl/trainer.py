@@ -20,7 +20,7 @@ from atomrl.config import ConfigError, FSDPConfig, RunConfig, load_config, merge
 from atomrl.config.keys import renamed
 from atomrl.data.files import DataError
 from atomrl.models.loading import load_tokenizer, resolve_folder
-from atomrl.rewards.scorer import parameters_of
+from atomrl.rewards.scorer import parameters_of, takes_any
 from atomrl.rewards.table import REWARDS
 from atomrl.tracking.reading.lines import read_metrics
 from atomrl.tracking.run_directory import is_begun
@@ -708,7 +708,8 @@ class GRPOTrainer(Trainer):
     def _with_state(self, reward: Callable[..., Any]) -> Callable[..., Any]:
         """Bind what TRL passes beside the columns and a reward function asks for; it then runs in this process."""
         offered = {"trainer_state": self.state, "log_extra": _unused, "log_metric": _unused}
-        asked = offered.keys() & {*(parameters_of(reward) or ()), *names_in(reward)}
+        parameters = parameters_of(reward) or {}
+        asked = offered.keys() & {*parameters, *(names_in(reward) if takes_any(parameters) else ())}
         if not asked:
             return reward
         if idle := sorted(asked - {"trainer_state"}):

@@ -292,7 +292,7 @@ class _Compared(NamedTuple):
     groups: Sequence[Sequence[int]]
     """Indices of the runs that differ in seed only, without those that did not finish."""
     titles: Sequence[str]
-    """Of each group: the settings in which it differs from the others, or the name of its first run."""
+    """Title of each group: the settings in which it differs from the others, or the name of its first run."""
     unnamed: Sequence[bool]
     """Whether no setting of a group differs from the others."""
     unfinished: Sequence[int]
