@@ -45,6 +45,8 @@ def load_config(
         3
     """
     changes = parse_overrides(overrides)
+    if isinstance(changes.get("train"), dict) and "steps" in changes["train"]:
+        changes["train"].setdefault("total_epochs", None)  # the file's, which would decide the number of steps
     if isinstance(source, str | Path):
         name = str(config_file(source))
         tree = read_tree(name, changes)

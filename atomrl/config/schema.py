@@ -749,7 +749,7 @@ class TrainConfig(Section):
     steps: int = Field(100, ge=1)
     """Number of steps; each samples `prompts_per_step` prompts and trains on all completions."""
     total_epochs: float | None = Field(None, gt=0)
-    """Passes over the data, instead of `steps`; 0.5 is half of it."""
+    """Passes over the data, instead of `steps`; 0.5 is half of it. `train.steps=N` on the command line replaces it."""
     epochs_per_step: int = Field(1, ge=1)
     """Passes over the rows of a step (PPO epochs)."""
     rows_per_update: int | None = Field(None, ge=1)

@@ -200,9 +200,16 @@ def test_reasoning_gym_gives_as_many_tries_as_set():
 
 
 OPENENV_SERVER = """
+import base64
+import io
 import sys
 import uvicorn
+from PIL import Image
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+
+content = io.BytesIO()
+Image.new("RGB", (56, 56), (255, 0, 0)).save(content, "PNG")
+URL = "data:image/png;base64," + base64.b64encode(content.getvalue()).decode()
 
 class Guess(Action):
     message: str
@@ -222,7 +229,7 @@ class Game(Environment):
     def step(self, action, timeout_s=None, **more):
         self.count += 1
         right = int(action.message) == self.number
-        seen = [{"type": "text", "text": "larger"}, {"type": "image", "image": "a.png"}]
+        seen = [{"type": "text", "text": "larger"}, {"type": "image_url", "image_url": {"url": URL}}]
         return Hint(hint=seen if self.count > 1 else "larger", done=right, reward=1.0 if right else -0.1)
 
     @property
@@ -235,6 +242,7 @@ uvicorn.run(create_fastapi_app(Game, Guess, Hint), host="127.0.0.1", port=int(sy
 
 def test_openenv_is_played_over_its_server(tmp_path):
     pytest.importorskip("openenv")
+    pytest.importorskip("PIL")
     (tmp_path / "game.py").write_text(OPENENV_SERVER)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -39,6 +39,11 @@ def make_run(folder: Path, steps: int = 6, seed: int = 0, name: str | None = Non
     return folder
 
 
+def finish(folder: Path) -> None:
+    """What a run writes at its end."""
+    (folder / "summary.json").write_text(json.dumps({"finished": True}))
+
+
 def log_step(folder: Path, step: int, text: str = "it is") -> None:
     """One more step, with its completions."""
     row = {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.ui.made import EVIL, log_step, make_run, record_tokens, serving
+from tests.tools.ui.made import EVIL, finish, log_step, make_run, record_tokens, serving
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 REQUIRED = os.environ.get("ATOMRL_UI_TESTS") == "required"
@@ -69,7 +69,9 @@ def project(tmp_path_factory) -> Path:
     made = atomrl("train", "c.yaml", "run_name=real", cwd=folder, stderr=subprocess.PIPE)
     assert made.wait(timeout=600) == 0, made.stderr.read().decode()
     for seed in (1, 2):
-        record_tokens(make_run(folder / "runs" / f"seed-{seed}", seed=seed), 1)
+        seeded = make_run(folder / "runs" / f"seed-{seed}", seed=seed)
+        record_tokens(seeded, 1)
+        finish(seeded)
     sick = make_run(folder / "runs" / "sick", train={"steps": 10, "learning_rate": 0.5})
     finding = {"id": "length_limit", "severity": "error", "step": 4, "what": "Half is cut.", "advice": "Raise it."}
     (sick / "findings.jsonl").write_text(json.dumps(finding) + "\n")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.tools.ui.browser.conftest import until
-from tests.tools.ui.made import make_run, serving
+from tests.tools.ui.made import finish, make_run, serving
 
 STEPS = 5000
 
@@ -48,6 +48,7 @@ def make_seed(folder: Path, seed: int, rate: float) -> None:
     accuracy = {0.1: (0.50, 0.52, 0.48), 0.2: (0.53, 0.51, 0.54)}[rate][seed]
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 3, "val-core/sums/acc/mean@1": accuracy}) + "\n")
+    finish(folder)
 
 
 def charts(tab, client, query: str = "", **options):
