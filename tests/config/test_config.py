@@ -169,7 +169,8 @@ def test_values_of_overrides_are_yaml(text, value):
 
 
 @pytest.mark.parametrize("given, steps, epochs", [
-    (["train.steps=3"], 3, None), (["train.total_epochs=2"], 7, 2.0), (["train.steps=3", "train.total_epochs=2"], 3, 2.0),
+    (["train.steps=3"], 3, None), (["train.total_epochs=2"], 7, 2.0),
+    (["train.steps=3", "train.total_epochs=2"], 3, 2.0),
     (["train.learning_rate=1"], 7, 5.0),
 ])  # fmt: skip
 def test_steps_of_the_command_line_replace_passes_over_the_data_of_the_file(given, steps, epochs):
