@@ -46,7 +46,7 @@ def load_config(
     """
     changes = parse_overrides(overrides)
     if isinstance(changes.get("train"), dict) and "steps" in changes["train"]:
-        changes["train"].setdefault("total_epochs", None)  # the file's, which would decide the number of steps
+        changes["train"].setdefault("total_epochs", None)  # else the file's total_epochs would replace the given steps
     if isinstance(source, str | Path):
         name = str(config_file(source))
         tree = read_tree(name, changes)

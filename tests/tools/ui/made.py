@@ -40,7 +40,7 @@ def make_run(folder: Path, steps: int = 6, seed: int = 0, name: str | None = Non
 
 
 def finish(folder: Path) -> None:
-    """What a run writes at its end."""
+    """Write the `summary.json` of a run that reached its last step."""
     (folder / "summary.json").write_text(json.dumps({"finished": True}))
 
 
