@@ -1,6 +1,8 @@
 """The C++ kernels: equal to PyTorch, built once, and optional."""
 
 import logging
+import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -14,11 +16,15 @@ from atomrl.engines.native.cpu_kernels import load_kernels
 from atomrl.models.kernel_library import build
 
 
-@pytest.fixture
-def kernels():
-    loaded = load_kernels()
-    if loaded is None:
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """The kernels, built from the sources here: a library in the user's cache may be of other files."""
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
         pytest.skip("no C++ compiler")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        loaded = load_kernels.__wrapped__()
+    assert loaded is not None
     return loaded
 
 

@@ -1,6 +1,6 @@
 // CPU kernels of the native engine: decode attention, RMSNorm, SwiGLU, sampling.
 // Sums are in float32 or float64.
-#include "../models/vectors.h"
+#include "../../models/vectors.h"
 #include <vector>
 
 #define PARALLEL_ROWS _Pragma("omp parallel for num_threads(threads) if (rows * width > 16384)")
