@@ -392,6 +392,10 @@ class DataConfig(Section):
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the chat template, such as `{enable_thinking: false}` (Qwen 3), `{reasoning_effort: low}` (gpt-oss),
     `{date_string: 26 Jul 2024}` (Llama 3.2). A variable that the template does not read is an error."""
+    row_end: Literal["turn", "template"] = "turn"
+    """Where a demonstration or a preference of messages ends. `turn`: with the token that ends the assistant's last
+    turn, at which the model stops. `template`: with all that the chat template writes, such as the line break of
+    ChatML, which is trained too (TRL)."""
     images_field: str | None = None
     """Column with the pictures of a row, in the order of the `<image>` in its prompt. null: `images` or `image`."""
     min_pixels: int | None = Field(None, ge=1)
@@ -879,9 +883,9 @@ class SftConfig(Section):
     completion_field: str = "completion"
     """Column of the demonstration in a file; a generator writes its own."""
     train_on: Literal["completions", "conversations", "all"] = "completions"
-    """Trained tokens of a row. `completions`: those of its completion, or of the assistant's messages. `conversations`:
-    all of a row with `messages` or `conversations`, else those of the completion (TRL's default). `all`: all, with the
-    prompt's. Of a row of text all are trained in any case."""
+    """Trained tokens of a row. `completions`: those of the assistant's messages. `conversations`: all of a row with
+    `messages` or `conversations`, else all behind the prompt (TRL's default). `all`: all, with the prompt's. Of a row
+    of text all are trained in any case."""
     packing: Literal["bfd", "bfd_split", "wrapped"] | None = None
     """Put demonstrations together to blocks of `train.max_row_tokens` tokens, as TRL; `train.rows_per_update` then
     counts blocks. `bfd`: whole demonstrations, which do not see each other; `bfd_split`: what is cut off is a row of

@@ -98,15 +98,22 @@ class ConversationWriter:
         stops: other tokens that end the model's completions; some templates write nothing behind the assistant's words
             but the beginning of the next turn (GLM).
         in_use: accept a system prompt that the template shows in generation alone.
+        whole: keep what the template writes after the last turn (`data.row_end: template`).
 
     Attributes:
         notes: warnings, each with the first row that it is about.
     """
 
     def __init__(
-        self, tokenizer: Any, kwargs: Mapping[str, Any] | None = None, stops: Iterable[int] = (), in_use: bool = True
+        self,
+        tokenizer: Any,
+        kwargs: Mapping[str, Any] | None = None,
+        stops: Iterable[int] = (),
+        in_use: bool = True,
+        whole: bool = False,
     ) -> None:
         self.tokenizer, self.kwargs, self.notes, self.in_use = tokenizer, kwargs, dict[str, str](), in_use
+        self.whole = whole
         end = end_of_turn(tokenizer, kwargs)
         ids = {end, tokenizer.eos_token_id, *stops} - {None}
         self.end = "" if end is None else str(tokenizer.convert_ids_to_tokens(end))
@@ -153,7 +160,7 @@ class ConversationWriter:
     def pieces(
         self, prompt: Messages, turns: Messages, tools: Messages = (), place: str = "", own: bool = True
     ) -> list[Piece]:
-        """Return the row of a conversation: its text up to the token that ends the assistant's last turn.
+        """Return the row of a conversation: its text up to the token that ends the assistant's last turn, or `whole`.
 
         Args:
             prompt: the first messages, which are not trained.
@@ -294,9 +301,8 @@ class _Conversation:
                     "the chat template writes no end token after assistant turns within a conversation, so the model "
                     "learns to stop only at the last turn of a row"
                 )
-        if not closing:
-            pieces.append(Piece(self.writer.end, is_trained(self.messages[own[-1]])))
-        return joined(pieces)
+        rest = self.whole[cursor:] if self.writer.whole else "" if closing else self.writer.end
+        return joined([*pieces, Piece(rest, is_trained(self.messages[own[-1]]))])
 
     def form(self) -> _Form | None:
         """Return the form of conversations of this shape; None if the template refuses the markers or changes them."""

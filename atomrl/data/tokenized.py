@@ -375,7 +375,7 @@ class TokenizedSamples:
                 prompt, ids, trained = [], [*row], [True] * len(row)
             tokens = np.array([*prompt, *ids], dtype=np.int32)
             whole = self._train_on == "all" or (self._train_on == "conversations" and problem.columns.get(CONVERSATION))
-            trained = [True] * len(trained) if whole else trained
+            trained = trained if self._train_on == "completions" else [True] * len(trained)
             mask = np.array([whole] * len(prompt) + trained, dtype=np.bool_)
             examples[place].append(Example(tokens, mask, label, margin, problem.images))
         return examples
@@ -385,7 +385,8 @@ class TokenizedSamples:
         name = json.dumps(kwargs, sort_keys=True, default=str)
         if name not in self._writers:
             tokenizer, in_use = self._processor.tokenizer, self._read is None
-            self._writers[name] = ConversationWriter(tokenizer, kwargs, self._stops, in_use=in_use)
+            whole = self._processor.config.row_end == "template"
+            self._writers[name] = ConversationWriter(tokenizer, kwargs, self._stops, in_use=in_use, whole=whole)
         return self._writers[name]
 
     def _pieces(self, problem: Problem, prompt: Sequence[int], turns: PromptContent) -> list[Piece]:
@@ -411,7 +412,9 @@ class TokenizedSamples:
             if isinstance(turns, str) and processor.has_template and not (bare or continues or opening):
                 writer.note_lead(turns, place)
             if (first := continued(opening, texts[0].text)) is not None:
-                return joined([Piece(first, True), *texts[1:], Piece(writer.end, True)])
+                of_text = isinstance(problem.prompt, str) and processor.config.chat_template == "messages_only"
+                end = processor.tokenizer.eos_token if of_text else writer.end
+                return joined([Piece(first, True), *texts[1:], Piece(end, True)])
             message = Message(role="assistant", content="".join(text for text, _ in texts))
             return self._in_open_thought(problem, opening, message, own)
         if bare or not processor.has_template:

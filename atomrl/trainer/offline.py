@@ -268,7 +268,7 @@ class RewardModelRun(PreferenceRun):
             raise ConfigError("model.lora: not supported for reward models; remove it")
         path, tokenizer = model_path(config), policy_tokenizer(config)
         shape = model_config_only(path, config.model.trust_remote_code)
-        self.reader = Reader(tokenizer, shape, path)
+        self.reader = Reader(tokenizer, shape, path, config.data.chat_template == "messages_only")
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(self.reader.pad_token_id(shape))  # as it is saved
         if read_system_prompt(config.data) is not None and (self.reader.has_template or self.reader.makes_pairs):
             raise ConfigError(

@@ -313,7 +313,8 @@ class TRLConfig(TrainingArguments, metaclass=_ConfigType):
     def translated(self) -> tuple[Translation, dict[str, Any], list[str]]:
         """Translate to config sections: the translation, the sections, and the notes."""
         values, called = self.given(), type(self).__name__
-        values.pop("chat_template_path", None)  # which the trainer reads
+        for name in ("chat_template_path", "eos_token"):  # which the trainer reads
+            values.pop(name, None)
         if (of_vllm := values.pop("vllm_sampling_params", None)) is not None:
             values["generation_kwargs"] = {**(self.generation_kwargs or {}), **_of_vllm(of_vllm)}
         if values.get("output_dir") is not None:

@@ -19,13 +19,22 @@ from atomrl.common.launchers import launched
 from atomrl.config import ConfigError, FSDPConfig, RunConfig, load_config, merge_trees
 from atomrl.config.keys import renamed
 from atomrl.data.files import DataError
+from atomrl.data.problems import load_problems
 from atomrl.models.loading import load_tokenizer, resolve_folder
 from atomrl.rewards.scorer import parameters_of, takes_any
 from atomrl.rewards.table import REWARDS
 from atomrl.tracking.reading.lines import read_metrics
 from atomrl.tracking.run_directory import is_begun
 from atomrl.trainer import Options, prepare_run
-from atomrl.trainer.build import device_name, with_steps
+from atomrl.trainer.build import (
+    device_name,
+    image_reader,
+    image_store,
+    model_path,
+    policy_tokenizer,
+    processor,
+    with_steps,
+)
 from atomrl.trainer.loop import Callback
 from atomrl.trl.arguments import NAMES, GRPOArgs, hint
 from atomrl.trl.callbacks import Events, split_callbacks
@@ -215,6 +224,11 @@ class Trainer:
         # scripts load it with the model's arguments, which its files cannot hold
         for name in ("dtype", "torch_dtype", "quantization_config", "device_map"):
             getattr(self.tokenizer, "init_kwargs", {}).pop(name, None)
+        if (end := getattr(self.args, "eos_token", None)) is not None:
+            if end not in self.tokenizer.get_vocab():
+                raise ConfigError(f"eos_token: {end!r} is not a token of the tokenizer")
+            self.tokenizer.eos_token = end
+            self._initial_tokenizer = self.tokenizer
         if (template := getattr(self.args, "chat_template_path", None)) is not None:
             self.tokenizer = self._initial_tokenizer = with_template(self.tokenizer, template)
         if (without := without_new_pad(self.tokenizer, self._given.embeddings)) is not None:
@@ -452,7 +466,21 @@ class Trainer:
             "data": data,
             **self._sections(),
         }
-        return load_config(merge_trees(self.args.to_tree(), tree), name=type(self).__name__)
+        given = merge_trees(self.args.to_tree(), tree)
+        config: RunConfig = load_config(given, name=type(self).__name__)
+        unlimited = "max_prompt_tokens" not in given["data"] and isinstance(self.args, TRLConfig)
+        return self._with_longest_prompt(config) if unlimited and config.kind == "rl" else config
+
+    def _with_longest_prompt(self, config: RunConfig) -> RunConfig:
+        """Set `data.max_prompt_tokens` to the length of the longest prompt: TRL has no limit."""
+        reader = image_reader(config, model_path(config))
+        images = image_store(config, reader)
+        problems = load_problems(config.data, "train", config.seed, images=images).problems
+        if self._eval_rows is not None:
+            problems += load_problems(config.data, "eval", config.seed, images=images).problems
+        lengths = processor(config, policy_tokenizer(config), images=reader).lengths(problems)
+        data = config.data.model_copy(update={"max_prompt_tokens": max(lengths)})
+        return config.model_copy(update={"data": data})
 
     def _write_image_processor(self, folder: Path) -> None:
         """Save the image processor of a model that was given as an object, beside its weights."""

@@ -1,5 +1,6 @@
 """Layouts of demonstrations, how they become tokens, and what the tokens cost."""
 
+import copy
 import json
 import tracemalloc
 from dataclasses import replace
@@ -207,6 +208,9 @@ def test_completions_of_other_prompts():
         rows_from_tokens([first], mismatched=True)
 
 
+ASKED = "<|user|>2+2=<|assistant|>"
+
+
 @pytest.mark.parametrize(
     ("row", "train_on", "trained"),
     [
@@ -214,6 +218,7 @@ def test_completions_of_other_prompts():
         ({"text": "2+2=4</s>"}, "completions", "+2=4</s>"),
         ({"messages": [USER, ASSISTANT]}, "conversations", "2+2=<|assistant|>4</s>"),
         ({"prompt": [USER], "completion": [ASSISTANT]}, "conversations", "4</s>"),
+        ({"prompt": [USER], "completion": [ASSISTANT, USER, ASSISTANT]}, "conversations", f"4{ASKED}4</s>"),
         ({"prompt": "2+2=", "completion": "4"}, "all", "+2=4</s>"),
     ],
 )
@@ -223,3 +228,26 @@ def test_the_tokens_that_trl_trains(tmp_path, tokenizer, row, train_on, trained)
     samples = TokenizedSamples(report, processor, "demonstrations", train_on=train_on)
     rows = samples.rows([("0", samples.problems[0])])
     assert tokenizer.decode(rows.tokens[0][rows.loss_mask[0]]) == trained  # nothing predicts a first token
+
+
+def test_a_row_ends_with_the_turn_or_with_all_that_the_template_writes(tmp_path, tokenizer):
+    one = copy.deepcopy(tokenizer)
+    turn = "{{ '<|' + m.role + '|>' + m.content + ('</s>=\\n' if m.role == 'assistant' else '') }}"
+    header = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    one.chat_template = "{% for m in messages %}" + turn + "{% endfor %}" + header
+    report = load(tmp_path, {"messages": [USER, ASSISTANT, USER, ASSISTANT]})
+    ends = []
+    for row_end in ("turn", "template"):
+        processor = DataProcessor(one, DataConfig(train="-", row_end=row_end))
+        rows = TokenizedSamples(report, processor, "demonstrations").rows([("0", report.problems[0])])
+        ends.append(one.decode(rows.tokens[0][rows.loss_mask[0]]))
+    assert ends[0] == "4</s>4</s>" and ends[1].startswith("4</s>4</s>=")
+
+
+def test_text_ends_with_the_tokenizers_end_where_only_messages_have_a_template(tmp_path, tokenizer):
+    one = copy.deepcopy(tokenizer)
+    one.eos_token = "<|user|>"
+    report = load(tmp_path, {"prompt": "2+2=", "completion": "4"})
+    processor = DataProcessor(one, DataConfig(train="-", chat_template="messages_only"))
+    rows = TokenizedSamples(report, processor, "demonstrations").rows([("0", report.problems[0])])
+    assert one.decode(rows.tokens[0][rows.loss_mask[0]]) == "4<|user|>"

@@ -94,13 +94,10 @@ def translate_rloo(t: Translation, processes: int) -> None:
 def _shared(t: Translation, processes: int) -> int:
     """Translate what GRPO and RLOO share; returns the optimizer steps on the completions of a generation."""
     t.move(MOVES)
-    if not t.is_set("max_prompt_length"):
-        t.put("data.max_prompt_tokens", 512, "max_prompt_length")
-        t.differ(
-            "longest prompt", "no limit", "512 tokens (data.max_prompt_tokens); longer ones are dropped and counted"
-        )
-    else:
+    if t.is_set("max_prompt_length"):
         t.put("data.overlong_prompt", "truncate", "max_prompt_length")
+    else:
+        _prompts(t)
     updates = _grpo_batches(t, processes)
     _sampling(t)
     t.put("data.answer_field", None)  # every column is given to the rewards by its name, as in TRL
@@ -316,6 +313,7 @@ def translate_sft(t: Translation, processes: int) -> None:
     everything = t("completion_only_loss") is not None and not t.flag("completion_only_loss")
     tokens = "all" if everything else "completions" if t.flag("assistant_only_loss") else "conversations"
     t.put("sft.train_on", tokens, "assistant_only_loss", "completion_only_loss")
+    t.put("data.row_end", "turn" if tokens == "completions" else "template", "assistant_only_loss")
     if t("dataset_text_field") not in (None, "text"):
         t.to_do.append(
             f"dataset_text_field={t('dataset_text_field')}: a row of text has the column `text` here: rename it"
@@ -346,6 +344,7 @@ def translate_dpo(t: Translation, processes: int) -> None:
     )
     t.put("algorithm.name", "dpo")
     _losses(t)
+    t.put("data.row_end", "template")
     _batches(t, processes, rows_of_one=2)
     _lengths(t, "truncated")
 
@@ -363,6 +362,7 @@ def translate_kto(t: Translation, processes: int) -> None:
             raise t.refuse(name, t(name), "bco has no weights")
     if kind == "kto":
         t.differ("KTO's reference point z_0", "from the completions of a forward pass", "from those of the step")
+    t.put("data.row_end", "template")
     _batches(t, processes, rows_of_one=2)
     _lengths(t, "truncated")
 
@@ -377,6 +377,8 @@ def translate_orpo(t: Translation, processes: int) -> None:
     t.put("algorithm.name", "orpo")
     t.put("algorithm.loss", [{"type": "odds_ratio", "beta": t.number("beta")}], "beta")
     t.differ("likelihood of the chosen row", "of prompt and completion", "of the completion")
+    t.put("data.row_end", "template")
+    _end_again(t)
     _batches(t, processes, rows_of_one=2)
     _lengths(t, "truncated")
 
@@ -398,9 +400,15 @@ def translate_cpo(t: Translation, processes: int) -> None:
     t.put("algorithm.loss", [loss], "loss_type", "beta", "label_smoothing", "simpo_gamma")
     t.put("algorithm.score", {"type": "logprob", "length_normalised": kind in ("simpo", "ipo")}, "loss_type")
     likelihood = t.number("cpo_alpha")
-    t.put("algorithm.nll", {"coefficient": likelihood} if likelihood else None, "cpo_alpha")
+    t.put("algorithm.nll", {"coefficient": likelihood}, "cpo_alpha")
+    t.put("data.row_end", "template")
+    _end_again(t)
     _batches(t, processes, rows_of_one=2)
     _lengths(t, "truncated")
+
+
+def _end_again(t: Translation) -> None:
+    t.differ("end of messages", "an end-of-sequence token after what the template writes", "what it writes")
 
 
 def translate_online_dpo(t: Translation, processes: int) -> None:
@@ -516,6 +524,9 @@ def _distil(t: Translation, processes: int) -> None:
 
 
 def _prompts(t: Translation) -> None:
+    """Limit prompts, for which TRL has no limit; the trainer of a script, which has the rows, takes the longest."""
+    if t.path is None:
+        return
     t.put("data.max_prompt_tokens", 512)
     t.differ("longest prompt", "no limit", "512 tokens (data.max_prompt_tokens); longer ones are dropped and counted")
     t.put("data.answer_field", None)

@@ -83,7 +83,7 @@ WITHOUT_MEANING: Mapping[str, str] = {
     "test_split_size": "rows are not split here: set data.eval to the held-out rows",
     "streaming": LOADING,
     "resume_from_checkpoint": "--resume continues a run",
-    "eos_token": "a turn ends with the token that the chat template writes after it",
+    "eos_token": "rows of messages end as the chat template writes them, rows of text with the tokenizer's eos_token",
     "data_seed": "seed sets the order of the rows too",
     "lora_task_type": "an option of peft's class, not of the adapters",
     "task_type": "an option of peft's class, not of the adapters",
