@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Annotated, Any, Self
 
 import torch
+from pydantic import model_validator
 from torch import Tensor
 
 from atomrl.atoms import Formula
@@ -37,11 +38,19 @@ from atomrl.objectives.policy_loss import (
     TrustRegion,
 )
 from atomrl.objectives.preference_loss import row_keys
-from atomrl.objectives.token_weights import FilterInputs, RolloutInputs, RolloutIS, TokenFilter, rollout_is_product
+from atomrl.objectives.token_weights import (
+    FilterInputs,
+    RolloutInputs,
+    RolloutIS,
+    RolloutPolicy,
+    TokenFilter,
+    rollout_is_product,
+)
 from atomrl.protocols import NOTHING, LossOutput, ModelInput, ModelOutputs, Output, RowUnit
 
 COEFFICIENT = "kl_coefficient"
 """Key of the adaptive KL coefficient in an algorithm's state."""
+OLD, NOW = r"\pi_{\mathrm{old}}", r"\pi_\theta"
 MOST_STALE = 4
 """Staleness in weight versions; higher ones share one metric."""
 
@@ -65,6 +74,7 @@ class PolicyObjective(Objective):
     clip: Clip = PPOClip()
     kl: KL = K3()
     loss_agg: LossAgg = TokenMean()
+    old_policy: Annotated[RolloutPolicy | None, Off("trainer")] = None
     rollout_is: Annotated[tuple[RolloutIS, ...], Off("none")] = ()
     token_filter: Annotated[TokenFilter | None, Off("all")] = None
     shaping: Shaping = Shaping()
@@ -73,6 +83,15 @@ class PolicyObjective(Objective):
     entropy: Entropy = Entropy()
     distillation: Distillation = Distillation()
     update: Annotated[TrustRegion | None, Off("optimizer")] = None
+
+    @model_validator(mode="after")
+    def _corrections_have_their_policy(self) -> Self:
+        if self.old_policy and (parts := [part.type for part in self.rollout_is if part.whole_step]):
+            raise ValueError(
+                f"algorithm.old_policy: rollout compares the rollouts with the policy of each update, and {parts[0]} is "
+                "computed once per step: use a correction without a statistic over the step (normalised: false)"
+            )
+        return self
 
     def resolved(self, *, max_completion_tokens: int | None = None, report_entropy: bool = False) -> Self:
         """Return the objective of a run, with lengths that were not set taken from `max_completion_tokens`.
@@ -101,7 +120,8 @@ class PolicyObjective(Objective):
 
     @property
     def needs(self) -> frozenset[ModelInput]:
-        always: set[ModelInput] = {"old_logprobs", "ref_logprobs"} if self.kl.applied_to else {"old_logprobs"}
+        always: set[ModelInput] = set() if self.old_policy else {"old_logprobs"}
+        always |= {"ref_logprobs"} if self.kl.applied_to else set()
         return self.advantage_inputs | self.clip.required() | always
 
     @property
@@ -112,6 +132,13 @@ class PolicyObjective(Objective):
         if self._kl_before_updates:
             needs |= {"old_logprobs", "ref_logprobs"}
         return frozenset(needs)
+
+    @property
+    def reads_rollout(self) -> str:
+        """The setting that reads the engine's log-probs, for messages; "" if there is none."""
+        if self.rollout_is:
+            return f"rollout_is={' + '.join(part.type for part in self.rollout_is)}"
+        return f"old_policy={self.old_policy.type}" if self.old_policy else ""
 
     @property
     def _kl_before_updates(self) -> bool:
@@ -147,9 +174,8 @@ class PolicyObjective(Objective):
         Raises:
             ValueError: an input is missing, for example the engine's log-probs for a correction.
         """
-        if self.rollout_is and rows.rollout.logprobs is None:
-            types = " + ".join(part.type for part in self.rollout_is)
-            raise ValueError(f"algorithm.rollout_is={types} needs log-probs, which this engine does not return")
+        if (reader := self.reads_rollout) and rows.rollout.logprobs is None:
+            raise ValueError(f"algorithm.{reader} needs log-probs, which this engine does not return")
         new_state = ({COEFFICIENT: self.kl.coefficient} if self.kl.target else {}) | dict(state)
         mask = rows.loss_mask
         if not rows.rows:
@@ -216,7 +242,9 @@ class PolicyObjective(Objective):
 
         # The policy term of each token: ratio and clip. With a single update per step the policy is still the old
         # policy, so use its own log-probs, detached.
-        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        current = batch.old_logprobs is None or self.old_policy is not None
+        trainer = logprobs.detach() if current else not_none(batch.old_logprobs)
+        old = not_none(batch.rollout.logprobs) if self.old_policy else trainer
         inputs = PolicyInputs(
             log_ratio=self.ratio(logprobs, old, mask),
             advantages=batch.advantages,
@@ -242,8 +270,8 @@ class PolicyObjective(Objective):
             metrics["actor/selected_ratio"] = Mean((batch.token_filter & mask).sum(), tokens)
         factors: list[Tensor] = []
         if batch.rollout.logprobs is not None:
-            metrics |= rollout_gap(old, batch.rollout.logprobs, mask, batch.rollout.staleness)
-            rollout = RolloutInputs(old, batch.rollout.logprobs, logprobs, batch.advantages, mask)
+            metrics |= rollout_gap(trainer, batch.rollout.logprobs, mask, batch.rollout.staleness)
+            rollout = RolloutInputs(trainer, batch.rollout.logprobs, logprobs, batch.advantages, mask)
             by_row = rollout_is_product(self.rollout_is, rollout, whole_step=False)
             factors = [factor for factor in (batch.rollout_is_weights, by_row) if factor is not None]
         if factors:
@@ -262,7 +290,7 @@ class PolicyObjective(Objective):
                 loss = loss + coefficient * weighted_sum(kl, batch.loss_weights)
                 metrics["actor/kl_loss"] = Mean(kl.detach().sum(), tokens)
         if batch.teacher_logprobs is not None:
-            metrics["actor/teacher_kl"] = Mean(k1_kl(old, batch.teacher_logprobs, mask).sum(), tokens)
+            metrics["actor/teacher_kl"] = Mean(k1_kl(trainer, batch.teacher_logprobs, mask).sum(), tokens)
         if outputs.entropy is not None:
             metrics["actor/entropy"] = Mean(masked_sum(outputs.entropy.detach(), mask), tokens)
         parts: list[Value | Entropy | Distillation]
@@ -300,10 +328,9 @@ class PolicyObjective(Objective):
             else:
                 factors, where = [Formula("s_{i,t}", latex)], [*where, Formula(f"s_{{i,t}} = {text}", "")]
         if used["rollout_is"]:
-            parts = [part.equation() for part in used["rollout_is"]]
-            joined = " * ".join(f"({part.text})" for part in parts) if len(parts) > 1 else parts[0].text
-            factors.insert(0, Formula("c_{i,t}", r" \cdot ".join(part.latex for part in parts)))
-            where.append(Formula(f"c_{{i,t}} = {joined}", ""))
+            correction = self.correction()
+            factors.insert(0, Formula("c_{i,t}", correction.latex))
+            where.append(Formula(f"c_{{i,t}} = {correction.text}", ""))
         for choice in used["clip"]:
             texts, printed = zip(*factors, choice.equation(), strict=True)
             terms.append(Formula(" ".join(texts), r"\, ".join(printed)))
@@ -319,11 +346,19 @@ class PolicyObjective(Objective):
         for choice in (*used["entropy"], *used["distillation"], *rho, self.advantage):
             where += [choice.equation(), *choice.where()]
         where += _reward_formulas(self)
-        for name in ("kl", "shaping", "clip", "group_filter", "value", "update"):
+        for name in ("kl", "old_policy", "shaping", "clip", "group_filter", "value", "update"):
             for choice in used[name]:
                 equation = () if name in ("shaping", "clip", "value") else (choice.equation(),)
                 where += [*equation, *choice.where()]
         return Formulation(tuple(goals), tuple(where))
+
+    def correction(self) -> Formula:
+        """Return the product of the corrections `rollout_is`, of which there is at least one."""
+        parts = [part.equation() for part in self.rollout_is]
+        if self.old_policy:
+            parts = [Formula(part.text.replace("pi_old", "pi"), part.latex.replace(OLD, NOW)) for part in parts]
+        text = " * ".join(f"({part.text})" for part in parts) if len(parts) > 1 else parts[0].text
+        return Formula(text, r" \cdot ".join(part.latex for part in parts))
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield from super().warnings(setting)

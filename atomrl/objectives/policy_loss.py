@@ -165,7 +165,7 @@ class PolicyInputs(NamedTuple):
     logprobs: Tensor
     """log pi: of the current policy. With gradient."""
     old_logprobs: Tensor
-    """log pi_old: of the policy at the start of the step."""
+    """log pi_old: of the policy at the start of the step; with `old_policy: rollout` log mu."""
     mask: Tensor
     """Bool: trained tokens, all written by the model."""
     rollout_logprobs: Tensor | None = None
@@ -186,7 +186,7 @@ class TrustRegionClip(Choice):
     """Base class of clips that have no effect while the ratio is 1."""
 
     def warnings(self, setting: Setting) -> Iterator[str]:
-        if setting.updates_per_step == 1:
+        if setting.updates_per_step == 1 and not setting.axes["old_policy"]:
             yield f"no effect: with one update in a step the ratio is 1, and {self.type} is plain REINFORCE"
 
 

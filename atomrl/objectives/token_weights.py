@@ -1,7 +1,8 @@
-"""Token weights of the policy term: rollout importance sampling c, and token filters s.
+"""Token weights of the policy term: old policy, rollout importance sampling c, and token filters s.
 
     sum_{i,t} w_{i,t} c_{i,t} s_{i,t} clip(rho_{i,t}, A_{i,t})
 
+- `old_policy` is the policy that the ratio compares with.
 - `rollout_is` corrects rollouts that are stale, or that come from an engine with other numerics than the trainer.
 - `token_filter` selects tokens.
 
@@ -11,19 +12,34 @@ over all rows (`whole_step`), once per step; other corrections row by row. The w
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt
 from torch import Tensor
 
-from atomrl.atoms import policy_losses, token_filters
+from atomrl.atoms import Formula, policy_losses, token_filters
 from atomrl.atoms.advantages import per_token
-from atomrl.atoms.kl import abs_kl, k1_kl, k3_kl
+from atomrl.atoms.kl import abs_kl, k1_kl, k2_kl, k3_kl
 from atomrl.atoms.masks import row_max, row_mean, row_sum
 from atomrl.objectives.choice import Atoms, Choice, Custom, Setting, default, not_none
 from atomrl.objectives.policy_loss import PolicyInputs
+
+# --------------------------------------------------------------------------------------------------------------------
+# Old policy: the trainer's at the start of the step (None), or the one that sampled the tokens.
+
+
+class RolloutPolicy(Choice, type="rollout"):
+    """The old policy is the one that sampled the tokens, and corrections use the current policy in place of pi_old.
+
+    Two policies instead of three: the ratio pi / mu contains the correction, and no old log-probs are computed. verl
+    calls this `bypass_mode`.
+    """
+
+    text = "pi_old = mu"
+    latex = r"\pi_{\mathrm{old}} = \mu"
+
 
 # --------------------------------------------------------------------------------------------------------------------
 # Rollout importance sampling: `RolloutInputs` -> detached factor [B, T], from the engine's log-probs (mu) and the
@@ -37,7 +53,7 @@ class RolloutInputs(NamedTuple):
     """
 
     old_logprobs: Tensor
-    """log pi_old: of the policy at the start of the step."""
+    """log pi_old: of the policy at the start of the step; with `old_policy: rollout` of the current policy."""
     rollout_logprobs: Tensor
     """log mu: of the engine, when it sampled the tokens."""
     logprobs: Tensor
@@ -177,28 +193,39 @@ STATISTICS = {"mean": row_mean, "sum": row_sum, "max": row_max}
 
 
 class KLRejection(RolloutISChoice, type="kl_rejection"):
-    """Keep tokens, or completions by a statistic of their tokens, whose KL of mu from pi_old is within a bound."""
+    """Keep tokens, or completions by a statistic of their tokens, whose KL of mu from pi_old is within bounds."""
 
     text = "[KL(mu, pi_old) <= bound]"
     latex = r"\mathbb{1}[\widehat{\mathrm{KL}}(\mu \,\|\, \pi_{\mathrm{old}}) \le c]"
     bound: NonNegativeFloat = 0.01
+    low: float | None = None
+    """Lower bound, for k1, which can be negative; null: none."""
     level: Literal["token", "mean", "sum", "max"] = "mean"
-    estimator: Literal["k1", "k3"] = "k3"
+    estimator: Literal["k1", "k2", "k3"] = "k3"
 
     def atoms(self) -> Atoms:
         statistic = () if self.level == "token" else (STATISTICS[self.level],)
-        return k1_kl if self.estimator == "k1" else k3_kl, *statistic, policy_losses.within
+        return self._estimate, *statistic, policy_losses.within
+
+    @property
+    def _estimate(self) -> Callable[..., Tensor]:
+        return {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl}[self.estimator]
+
+    def equation(self) -> Formula:
+        if self.low is None:
+            return super().equation()
+        return Formula(self.text.replace("[", "[low <= "), self.latex.replace("{1}[", r"{1}[c_l \le "))
 
     @property
     def by_completion(self) -> bool:
         return self.level != "token"
 
     def __call__(self, inputs: RolloutInputs) -> Tensor:
-        estimate, mask = k1_kl if self.estimator == "k1" else k3_kl, inputs.mask
-        kl = estimate(inputs.rollout_logprobs, inputs.old_logprobs, mask)
+        mask, low = inputs.mask, -math.inf if self.low is None else self.low
+        kl = self._estimate(inputs.rollout_logprobs, inputs.old_logprobs, mask)
         if self.level == "token":
-            return policy_losses.within(kl, -math.inf, self.bound).to(kl.dtype)
-        keep = policy_losses.within(STATISTICS[self.level](kl, mask), -math.inf, self.bound)
+            return policy_losses.within(kl, low, self.bound).to(kl.dtype)
+        keep = policy_losses.within(STATISTICS[self.level](kl, mask), low, self.bound)
         return keep[:, None].expand_as(mask).to(kl.dtype)
 
 

@@ -276,12 +276,13 @@ def build_engine(
 
 
 def corrected(objective: PolicyObjective | PreferenceObjective, exact: bool) -> PolicyObjective | PreferenceObjective:
-    """Add truncated importance sampling (`TokenTIS`) to an objective, unless the config sets `rollout_is`.
+    """Add truncated importance sampling (`TokenTIS`) to an objective, unless the config sets `rollout_is` or
+    `old_policy`.
 
     Args:
         exact: rollout log-probs equal those of the policy at the start of the step; then nothing is added.
     """
-    if exact or isinstance(objective, PreferenceObjective) or "rollout_is" in objective.model_fields_set:
+    if exact or isinstance(objective, PreferenceObjective) or {"rollout_is", "old_policy"} & objective.model_fields_set:
         return objective
     log.info("algorithm.rollout_is=token_tis, because the rollouts are off-policy; `none` turns it off")
     return objective.model_copy(update={"rollout_is": (TokenTIS(),)})

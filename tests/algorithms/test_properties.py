@@ -29,6 +29,7 @@ EXTRA = {
         "dapo",
         {"rollout_is": ["token_tis", {"type": "kl_rejection", "bound": 3e-3}, {"type": "second_moment"}]},
     ),
+    "rollouts as the old policy": ("grpo", {"old_policy": "rollout", "rollout_is": "sequence_tis"}),
     "prompt mean": ("grpo", {"loss_agg": "prompt_mean", "kl": {"coefficient": 0.1, "type": "k2"}}),
     "adaptive KL in the loss": ("rloo", {"kl": {"apply_to": "loss", "target": 0.1}}),
     "adaptive KL in the reward": ("reinforce_pp", {"kl": {"target": 0.1}}),

@@ -16,6 +16,7 @@ from atomrl.objectives.overrides import choices_of
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_EQUATION = {"none", "penalties"}
+WITHOUT_ATOMS = ("mixed_outcomes", "bonus", "rollout")
 CHOICES = [
     (kind, name)
     for objective in (PolicyObjective, PreferenceObjective)
@@ -36,7 +37,7 @@ def test_every_choice_has_its_equation_and_its_atoms(kind, name):
     text, printed = choice.equation()
     assert summary(choice).endswith(".") and printed.count("{") == printed.count("}") and "Example" not in printed
     if name not in WITHOUT_EQUATION or "Clip" in kind.__name__:
-        assert text and printed and (choice.atoms() or name in ("mixed_outcomes", "bonus"))
+        assert text and printed and (choice.atoms() or name in WITHOUT_ATOMS)
     for atom in choice.atoms():
         name, place, paper = atom_place(atom)
         path, _, line = place.partition(":")
@@ -126,6 +127,10 @@ def test_several_corrections_are_a_product():
     assert "rollout_is: token_tis (clamp=20.0, high=2.0," in shown and "rollout_is: kl_rejection (bound=0.02*," in shown
     assert "truncated_weights  atomrl" in shown and "k3_kl  atomrl" in shown
     assert "truncated_weights" not in table(objective.override({"rollout_is": []}))
+    bounded = {"type": "kl_rejection", "low": -0.5, "estimator": "k1"}
+    objective = PolicyObjective().override({"old_policy": "rollout", "rollout_is": bounded})
+    assert "  c_{i,t} = [low <= KL(mu, pi) <= bound]" in equation(objective)
+    assert "  pi_old = mu" in equation(objective)
 
 
 CASES = {

@@ -144,6 +144,11 @@ def test_aggregates_by_hand():
         ({"type": "kl_rejection", "bound": 0.01}, [[0, 0], [1, 1, 1]]),
         ({"type": "kl_rejection", "bound": 0.01, "level": "token"}, [[1, 0], [1, 1, 1]]),
         ({"type": "kl_rejection", "bound": 0.05, "level": "sum", "estimator": "k1"}, [[1, 1], [1, 1, 1]]),
+        # log mu - log pi_old is 0, -1 and 0, -0.1, 0.1; half its square 0, 0.5 and 0, 0.005, 0.005.
+        ({"type": "kl_rejection", "bound": 0.05, "low": -0.5, "level": "token", "estimator": "k1"}, [[1, 0], [1, 1, 0]]),
+        ({"type": "kl_rejection", "bound": 0.05, "low": -0.5, "level": "sum", "estimator": "k1"}, [[0, 0], [1, 1, 1]]),
+        ({"type": "kl_rejection", "bound": 0.45, "level": "max", "estimator": "k2"}, [[0, 0], [1, 1, 1]]),
+        ({"type": "kl_rejection", "bound": 0.51, "level": "max", "estimator": "k2"}, [[1, 1], [1, 1, 1]]),
         # Weights 1 2 1 e^0.1 e^-0.1 by token; by completion 2 2 1 1 1, the mean of whose rows is 1.5.
         (
             {"type": "token_tis", "normalised": True},
@@ -171,6 +176,35 @@ def test_corrections_by_hand(axes, expected):
     _, gradient = loss_gradient(algorithm, batch, rows.old_logprobs)
     factors = (-gradient / 0.2)[rows.loss_mask]
     assert factors.tolist() == pytest.approx([x for row in expected for x in row], abs=1e-6)
+
+
+def test_the_rollout_policy_as_the_old_policy():
+    """log pi - log mu is 0.1, 1 and 0.1, 0.2, 0: PPO clips the second token, and corrections weigh by the policy of the
+    update, whatever the old log-probs are."""
+    rows = two_rows(rewards=torch.ones(2, dtype=torch.float64))
+    moved = rows.old_logprobs + torch.tensor([[0, 0.1, 0.0, 0], [0, 0.1, 0.1, 0.1]], dtype=torch.float64)
+    for axes, factors in (
+        ({"clip": "ppo"}, [math.exp(0.1), 0, math.exp(0.1), 0, 1]),
+        ({"clip": "none"}, [math.exp(0.1), math.e, math.exp(0.1), math.exp(0.2), 1]),
+        ({"clip": "reinforce", "rollout_is": "token_tis"}, [math.exp(0.1), 2, math.exp(0.1), math.exp(0.2), 1]),
+        (
+            {"clip": "none", "rollout_is": {"type": "kl_rejection", "bound": 0.4, "level": "max", "estimator": "k2"}},
+            [0, 0, math.exp(0.1), math.exp(0.2), 1],
+        ),
+    ):
+        # PPO's second and fourth token are beyond 1.2, where the gradient is 0: e^0.2 is 1.22.
+        algorithm = make(advantage="raw", old_policy="rollout", **axes)
+        assert algorithm.needs == set()
+        for old in (rows.old_logprobs, None):
+            batch = replace(training_batch(algorithm, rows), old_logprobs=old)
+            _, gradient = loss_gradient(algorithm, batch, moved)
+            assert (-gradient / 0.2)[rows.loss_mask].tolist() == pytest.approx(factors, abs=1e-6)
+    assert make(old_policy="rollout", kl={"coefficient": 0.1}).needs == {"ref_logprobs"}
+    assert make(old_policy="trainer").needs == {"old_logprobs"}
+    with pytest.raises(ValueError, match="old_policy: rollout .* token_tis is computed once per step"):
+        make(old_policy="rollout", rollout_is={"type": "token_tis", "normalised": True})
+    with pytest.raises(ValueError, match="old_policy=rollout needs log-probs, which this engine does not return"):
+        make(old_policy="rollout").advantages(two_rows(rollout_logprobs=None))
 
 
 def test_corrections_over_a_whole_step_need_old_logprobs():

@@ -239,7 +239,9 @@ class _Lines:
             for name, values in columns.items()
         }
         self.mask, self.logprobs = self.row["loss_mask"], self.row["logprobs"]
-        self.old = self.row.get("old_logprobs", self.logprobs)  # with one update per step the policy is the old policy
+        # With one update per step the policy is the old policy.
+        trainer = self.logprobs if objective.old_policy else self.row.get("old_logprobs", self.logprobs)
+        self.trainer, self.old = trainer, self.row["rollout_logprobs"] if objective.old_policy else trainer
         self.lines: list[dict[str, Any]] = []
         self.left_out = ""
 
@@ -345,11 +347,11 @@ class _Lines:
 
     def _correction(self, symbols: dict[str, Any]) -> float | None:
         parts, rollout = self.objective.rollout_is, self.row.get("rollout_logprobs")
-        joined = " * ".join(part.equation().text for part in parts)
+        joined = self.objective.correction().text
         if rollout is None or any(isinstance(part, Custom) for part in parts):
             self.left_out = joined
             return None
-        inputs = RolloutInputs(self.old, rollout, self.logprobs, self.row["advantages"], self.mask)
+        inputs = RolloutInputs(self.trainer, rollout, self.logprobs, self.row["advantages"], self.mask)
         made = [self.row.get("rollout_is_weights"), rollout_is_product(parts, inputs, whole_step=False)]
         value = math.prod(self._at(factor) for factor in made if factor is not None)
         fields: dict[str, Any] = {}

@@ -123,15 +123,14 @@ def check_correction(config: RunConfig, engine: type[RolloutEngine]) -> None:
         engine: class of the run's engine.
 
     Raises:
-        ConfigError: `algorithm.rollout_is` is set, and `rollout.logprobs_over=none`.
+        ConfigError: `algorithm.rollout_is` or `old_policy` needs log-probs, and `rollout.logprobs_over=none`.
     """
     if config.rollout.logprobs_over != "none":
         return
-    if parts := getattr(config.algorithm, "rollout_is", ()):
-        correction = " + ".join(part.type for part in parts)
+    if reader := getattr(config.algorithm, "reads_rollout", ""):
         raise ConfigError(
-            f"rollout.logprobs_over=none: algorithm.rollout_is={correction} needs the engine's log-probs; use "
-            "vocabulary, or algorithm.rollout_is=none"
+            f"rollout.logprobs_over=none: algorithm.{reader} needs the engine's log-probs; use vocabulary, or "
+            "algorithm.rollout_is=none and old_policy=trainer"
         )
     if not engine.exact:
         log.warning(

@@ -125,7 +125,8 @@ def _try(algorithm: PolicyObjective, config: RunConfig, kind: str) -> TrainingBa
     credited = algorithm.advantages(_rows(algorithm, config, REWARDS[kind]))
     (batch,) = to_training_batches(credited, algorithm, updates=1, epochs=1, seed=0, step=1)
     mask, random = batch.loss_mask, torch.Generator().manual_seed(2)
-    old = (torch.rand(mask.shape, generator=random) - 1) * mask if batch.old_logprobs is None else batch.old_logprobs
+    old = batch.rollout.logprobs if algorithm.old_policy else batch.old_logprobs
+    old = (torch.rand(mask.shape, generator=random) - 1) * mask if old is None else old
     log_ratios = {"where log_ratio is 0, as in the first update of a step": torch.zeros(mask.shape)}
     if config.updates_per_step > 1:
         log_ratios["where the policy has moved"] = 0.2 * (torch.rand(mask.shape, generator=random) - 0.5) * mask
