@@ -164,7 +164,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def learning_rate(update: int, total_updates: int, peak: float, train: TrainConfig) -> float:
     """Return the learning rate of one optimizer step.
 
-    Linear warm-up over the first `w = ceil(warmup_ratio * total_updates)` updates, starting above 0:
+    Linear warm-up over the first `w = warmup_updates` updates, or `ceil(warmup_ratio * total_updates)`, starting above 0:
 
         lr_u = peak (u + 1) / w                                              u < w
         lr_u = peak                                                          constant
@@ -178,7 +178,7 @@ def learning_rate(update: int, total_updates: int, peak: float, train: TrainConf
         update: u, counted from 0; after the last update the rate stays at its minimum.
         total_updates: optimizer steps of the whole run.
         peak: learning rate after warm-up.
-        train: `schedule`, `warmup_ratio`, and `min_lr_ratio` (m).
+        train: `schedule`, `warmup_updates` or `warmup_ratio`, and `min_lr_ratio` (m).
 
     Example:
         >>> train = TrainConfig(schedule="cosine", warmup_ratio=1 / 3)
@@ -191,7 +191,7 @@ def learning_rate(update: int, total_updates: int, peak: float, train: TrainConf
         >>> [round(learning_rate(u, 6, 1.0, train), 3) for u in range(7)]
         [0.5, 1.0, 1.0, 0.816, 0.707, 0.632, 0.577]
     """
-    warmup = math.ceil(train.warmup_ratio * total_updates)
+    warmup = train.warmup_updates or math.ceil(train.warmup_ratio * total_updates)
     if update < warmup:
         return peak * (update + 1) / warmup
     if train.schedule == "constant":

@@ -777,6 +777,8 @@ class TrainConfig(Section):
     """Learning rate after the warmup."""
     warmup_ratio: float = Field(0.0, ge=0, le=1)
     """Fraction of all optimizer steps over which the learning rate rises linearly."""
+    warmup_updates: int = Field(0, ge=0)
+    """The same as a number of optimizer steps; above 0 it replaces `warmup_ratio`."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """Final learning rate of `linear` and `cosine`, as a fraction of `learning_rate`."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)

@@ -38,7 +38,7 @@ _VARIABLE = re.compile(
     rf"\$\(\((?P<sum>{_EXPRESSION})\)\)|\$\{{(?P<braced>{_BRACED})\}}|\$(?P<plain>[A-Za-z_]\w*|[@*\d])"
 )
 _INSIDE = re.compile(
-    r"(?P<name>\w*)(?:\[[@*]\])?(?:(?P<default>:?[-=])|:(?P<start>\s*-?\d+)(?::(?P<count>\d+))?$|(?P<trim>##?|%%?))?(?P<rest>.*)",
+    r"(?P<name>\w*)(?:\[[@*]\])?(?:(?P<default>:?[-=+])|:(?P<start>\s*-?\d+)(?::(?P<count>\d+))?$|(?P<trim>##?|%%?))?(?P<rest>.*)",
     re.DOTALL,
 )
 """The forms of `${...}`: default, substring, removed prefix or suffix."""
@@ -540,11 +540,13 @@ class _Reading:
             if inside["start"]:
                 start, count = int(inside["start"]), inside["count"]
                 return value[start:] if count is None else value[start:][: int(count)]
+            if (inside["default"] or "").endswith("+"):
+                return rest.strip("\"'") if value or inside["default"] == "+" else ""
             if value == "" and (inside["default"] or "").startswith(":"):
                 return rest.strip("\"'") if inside["default"] == ":-" else rest
             if inside["default"] or not rest:
                 return value
-        elif inside is not None and inside["default"]:
+        elif inside is not None and (inside["default"] or "").endswith(("-", "=")):
             default = inside["rest"].strip("\"'")
             self.defaults[inside["name"]] = default
             if inside["default"].endswith("="):

@@ -56,6 +56,8 @@ def _base(path: Path, command: Sequence[str], named: Sequence[str]) -> Settings:
     own = path.resolve().parent
     inside = Path(folder).relative_to(own) if folder and Path(folder).is_relative_to(own) else Path(folder)
     places = [parent / inside for parent in path.resolve().parents] + [Path(folder)]
+    if not folder:  # Hydra's folder beside the program
+        places += [parent / "config" for parent in path.resolve().parents]
     config = next((place / f"{name}.yaml" for place in places if (place / f"{name}.yaml").is_file()), None)
     if config is None:
         raise ConfigError(

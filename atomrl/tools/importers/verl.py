@@ -23,6 +23,7 @@ from atomrl.tools.importers.translation import (
     put_trackers,
     run_name,
 )
+from atomrl.tools.importers.verl_objective import OLD, VERSION, A, translate_objective
 from atomrl.tools.importers.verl_sft import (
     OFFLOADED,
     OPTIMIZERS,
@@ -37,276 +38,7 @@ from atomrl.tools.importers.verl_sft import (
     put_warmup,
 )
 
-# --------------------------------------------------------------------------------------------------------------------
-# verl's objective: advantage, policy loss, KL and correction of rollouts, on the axes of an algorithm.
-
-A = "actor_rollout_ref.actor."
-ESTIMATORS = {
-    "gae": "gae",
-    "grpo": "grpo",
-    "grpo_vectorized": "grpo",
-    "rloo": "rloo",
-    "rloo_vectorized": "rloo",
-    "remax": "remax",
-    "opo": "opo",
-    "gpg": "gpg",
-    "gdpo": "gdpo",
-    "grpo_passk": "pass_at_k",
-    "reinforce_plus_plus": "reinforce_pp",
-    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
-}
-LOSS_MODES = ("vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl")
-AGGREGATIONS = {
-    "token-mean": "token_mean",
-    "seq-mean-token-mean": "sequence_mean",
-    "seq-mean-token-sum": "constant_length",
-    "seq-mean-token-sum-norm": "constant_length",
-}
-KLS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-
-COV = {"fraction": "ratio", "low": "lb", "high": "ub"}
-
-
-def translate_objective(t: Translation) -> None:
-    """Translate the section `algorithm`, except the shaping of rewards."""
-    _advantage(t)
-    _policy_loss(t)
-    _kl(t)
-    _rollout_correction(t)
-
-
-def _advantage(t: Translation) -> None:
-    estimator, norm = str(t("algorithm.adv_estimator")), t.flag("algorithm.norm_adv_by_std_in_grpo")
-    kind = t.choice("algorithm.adv_estimator", estimator, ESTIMATORS)
-    advantage: dict[str, Any] = {"type": kind}
-    names = ["algorithm.adv_estimator"]
-    if kind == "grpo":
-        advantage = {"type": "grpo", "eps": 1e-6} if norm else {"type": "grpo_no_std"}
-        names.append("algorithm.norm_adv_by_std_in_grpo")
-    elif kind == "pass_at_k":
-        advantage |= {"divide_by_std": norm}
-        names.append("algorithm.norm_adv_by_std_in_grpo")
-    elif kind == "gpg":
-        advantage |= {"alpha": "verl"}
-    elif kind in ("gae", "reinforce_pp"):
-        advantage |= {"gamma": t.number("algorithm.gamma")}
-        names.append("algorithm.gamma")
-    if kind == "gae":
-        advantage |= {"lam": t.number("algorithm.lam"), "whiten": True}
-        names.append("algorithm.lam")
-        t.put("critic.learning_rate", t.number("critic.optim.lr"), "critic.optim.lr")
-        if (path := t("critic.model.path")) is not None:
-            t.put("critic.path", str(path), "critic.model.path")
-        clip = t.number("critic.cliprange_value")
-        t.put("algorithm.value", {"type": "clipped", "coefficient": 1.0, "clip": clip}, "critic.cliprange_value")
-    t.put("algorithm.name", "ppo" if kind == "gae" else "grpo")
-    t.put("algorithm.advantage", advantage, *names)
-    metric = "algorithm.filter_groups.metric"
-    t.name_of([metric])
-    if t.flag("algorithm.filter_groups.enable"):
-        t.put("algorithm.group_filter", "mixed_outcomes", "algorithm.filter_groups.enable", metric)
-        if t(metric) in ("seq_reward", "seq_final_reward"):
-            t.differ("groups are compared by", f"{t(metric)}, with penalties", "the reward before penalties")
-    t.put("algorithm.entropy.coefficient", t.number(A + "entropy_coeff"), A + "entropy_coeff")
-
-
-def _policy_loss(t: Translation) -> None:
-    mode = t.choice("policy_loss.loss_mode", t(A + "policy_loss.loss_mode"), {mode: mode for mode in LOSS_MODES})
-    if t.version == OLD:
-        clip = {"type": "ppo", "low": t.number(A + "clip_ratio"), "high": t.number(A + "clip_ratio"), "dual": None}
-        t.put("algorithm.ratio", {"type": "token", "clamp": None})
-        t.put("algorithm.clip", clip, A + "clip_ratio")
-        t.put("algorithm.loss_agg", {"type": "token_mean"})
-        return
-    if t.is_set(A + "clip_ratio") and not t.is_set(A + "clip_ratio_low", A + "clip_ratio_high"):
-        t.approximate(
-            f"{A}clip_ratio={t(A + 'clip_ratio')}: verl reads clip_ratio_low and clip_ratio_high, by default 0.2"
-        )
-    t.name_of([A + "clip_ratio"])
-    # Each loss mode of verl is a pair of ratio and clip. The numbers 20 and 10 are clamps in its code, which no key
-    # sets.
-    low, high, c = (t.number(A + f"clip_ratio_{name}") for name in ("low", "high", "c"))
-    cov = A + "policy_loss."
-    token: dict[str, Any] = {"type": "token", "clamp": 20.0}
-    plain: dict[str, Any] = {"type": "token", "clamp": None}
-    bounds = {"low": low, "high": high}
-    taus = [str(t.name_of([f"{A}policy_loss.{name}", A + name])) for name in ("tau_pos", "tau_neg")]
-    sapo = {"type": "sapo", "tau_positive": t.number(taus[0]), "tau_negative": t.number(taus[1])}
-    choices: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "vanilla": (token, {"type": "ppo", **bounds, "dual": c}),
-        "gspo": ({"type": "sequence_token", "ceiling": 10.0}, {"type": "ppo", **bounds, "dual": None}),
-        "sapo": (token, sapo),
-        "gpg": (plain, {"type": "reinforce"}),
-        "clip_cov": (plain, {"type": "ppo", **bounds, "dual": None}),
-        "kl_cov": (plain, {"type": "none"}),
-        "geo_mean": (plain, {"type": "gmpo", **bounds}),
-        "cispo": (token, {"type": "cispo", **bounds}),
-        "dppo_tv": (token, {"type": "dppo_tv", **bounds, "cap": c}),
-        "dppo_kl": (token, {"type": "dppo_kl", **bounds, "cap": c}),
-    }
-    ratio, clip = choices[mode]
-    t.put("algorithm.ratio", ratio, cov + "loss_mode")
-    t.put(
-        "algorithm.clip",
-        clip,
-        cov + "loss_mode",
-        A + "clip_ratio_low",
-        A + "clip_ratio_high",
-        A + "clip_ratio_c",
-        *(taus if mode == "sapo" else ()),
-    )
-    # Two modes select tokens by covariance, in addition.
-    if mode == "clip_cov":
-        tokens = {key: t.number(cov + f"clip_cov_{name}") for key, name in COV.items()}
-        t.put(
-            "algorithm.token_filter",
-            {"type": mode, **tokens},
-            cov + "clip_cov_ratio",
-            cov + "clip_cov_lb",
-            cov + "clip_cov_ub",
-        )
-    if mode == "kl_cov":
-        tokens = {"fraction": t.number(cov + "kl_cov_ratio"), "coefficient": t.number(cov + "ppo_kl_coef")}
-        t.put("algorithm.token_filter", {"type": mode, **tokens}, cov + "kl_cov_ratio", cov + "ppo_kl_coef")
-    _aggregation(t, forced=mode in ("gspo", "sapo", "geo_mean"))
-
-
-def _aggregation(t: Translation, forced: bool) -> None:
-    name = A + "loss_agg_mode"
-    mode = t(name)
-    kind = t.choice("loss_agg_mode", mode, AGGREGATIONS)
-    if forced:
-        t.put("algorithm.loss_agg", {"type": "sequence_mean"}, A + "policy_loss.loss_mode")
-    elif mode == "seq-mean-token-sum":
-        t.put("algorithm.loss_agg", {"type": kind, "length": 1}, name)
-    elif mode == "seq-mean-token-sum-norm":
-        source = A + "loss_scale_factor" if t.is_set(A + "loss_scale_factor") else "data.max_response_length"
-        length = t.count(source)
-        t.put("algorithm.loss_agg", {"type": kind, "length": length}, name, A + "loss_scale_factor")
-    else:
-        t.put("algorithm.loss_agg", {"type": kind}, name)
-
-
-def _kl(t: Translation) -> None:
-    in_loss, in_reward = t.flag(A + "use_kl_loss"), t.flag("algorithm.use_kl_in_reward")
-    if t.version == OLD:
-        in_reward = not in_loss
-    elif not (in_loss or in_reward) and t.is_set("algorithm.kl_ctrl.kl_coef"):
-        t.approximate(
-            f"algorithm.kl_ctrl.kl_coef={t('algorithm.kl_ctrl.kl_coef')} is not applied, as use_kl_in_reward is off; "
-            "verl 0.1 applied it wherever use_kl_loss is off"
-        )
-    if in_loss and in_reward:
-        raise t.refuse(
-            "use_kl_loss", "true together with algorithm.use_kl_in_reward=true", "the KL is in only one of the two here"
-        )
-    kl: dict[str, Any] = {"type": "k3", "coefficient": 0.0, "apply_to": "loss", "k2_gradient": False, "target": None}
-    names = [A + "use_kl_loss", "algorithm.use_kl_in_reward"]
-    loss_names = [A + "kl_loss_coef", A + "kl_loss_type"]
-    reward_names = [
-        "algorithm.kl_penalty",
-        "algorithm.kl_ctrl.kl_coef",
-        "algorithm.kl_ctrl.type",
-        "algorithm.kl_ctrl.target_kl",
-        "algorithm.kl_ctrl.horizon",
-    ]
-    if in_loss:
-        estimator = str(t(A + "kl_loss_type"))
-        kind = t.choice("kl_loss_type", estimator.rstrip("+"), KLS)
-        kl |= {"type": kind, "coefficient": t.number(A + "kl_loss_coef"), "k2_gradient": estimator.endswith("+")}
-        names += loss_names
-    if in_reward:
-        kind = t.choice("algorithm.kl_penalty", str(t("algorithm.kl_penalty")).rstrip("+"), KLS)
-        kl |= {"type": kind, "coefficient": t.number("algorithm.kl_ctrl.kl_coef"), "apply_to": "reward"}
-        control = t("algorithm.kl_ctrl.type")
-        if t.choice("algorithm.kl_ctrl.type", control, {"fixed": False, "adaptive": True}):
-            kl |= {"target": t.number("algorithm.kl_ctrl.target_kl"), "horizon": t.number("algorithm.kl_ctrl.horizon")}
-        names += reward_names
-    t.name_of([*loss_names, *reward_names])
-    t.put("algorithm.kl", kl, *names)
-    if kl["type"] == "k3" and kl["coefficient"]:
-        t.differ("KL of a token", "at most 10", "not bounded")
-
-
-def _rollout_correction(t: Translation) -> None:
-    c = "algorithm.rollout_correction."
-    parts: list[dict[str, Any]] = []
-    if t.flag(c + "bypass_mode"):
-        raise t.refuse(c + "bypass_mode", True, "the trainer always computes the old log-probs here")
-    if level := t(c + "rollout_is"):
-        low, _, high = str(t(c + "rollout_is_threshold")).rpartition("_")
-        normalised = t.flag(c + "rollout_is_batch_normalize")
-        if low:  # LOW_HIGH: weights beyond the bounds are 0
-            kind = t.choice("rollout_is", level, {"token": "icepop", "sequence": "sequence_mis"})
-            if normalised:
-                raise t.refuse(
-                    c + "rollout_is_batch_normalize", True, "weights with two bounds are not divided by a mean"
-                )
-            parts.append({"type": kind, "low": _threshold(t, low), "high": _threshold(t, high)})
-        else:
-            kind = t.choice("rollout_is", level, {"token": "token_tis", "sequence": "sequence_tis"})
-            parts.append({"type": kind, "high": t.number(c + "rollout_is_threshold"), "normalised": normalised})
-    t.refuse_set({"algorithm.rollout_is": "from an earlier verl; use algorithm.rollout_correction.rollout_is=token"})
-    if t.is_set(A + "tis_imp_ratio_cap") and (cap := t.number(A + "tis_imp_ratio_cap")) > 0:  # of an earlier verl
-        if level:
-            raise t.refuse(A + "tis_imp_ratio_cap", cap, f"{c}rollout_is={level} is set too")
-        parts.append({"type": "token_tis", "high": cap})
-    if rejections := t(c + "rollout_rs"):
-        options, limits = str(rejections).split(","), str(t(c + "rollout_rs_threshold")).split(",")
-        if len(limits) not in (1, len(options)):
-            raise ConfigError(
-                f"{t.named(f'{c}rollout_rs')}={rejections} names {len(options)}, and rollout_rs_threshold="
-                f"{','.join(limits)} has {len(limits)} thresholds: use one for each, or one for all"
-            )
-        for option, limit in zip(options, limits * len(options) if len(limits) == 1 else limits, strict=True):
-            parts.append(_rejection(t, option.strip(), limit.strip()))
-    t.name_of([c + name for name in ("rollout_is_threshold", "rollout_is_batch_normalize", "loss_type")])
-    if parts:
-        t.put(
-            "algorithm.rollout_is",
-            parts,
-            A + "tis_imp_ratio_cap",
-            *(
-                c + n
-                for n in (
-                    "rollout_is",
-                    "rollout_is_threshold",
-                    "rollout_is_batch_normalize",
-                    "rollout_rs",
-                    "rollout_rs_threshold",
-                )
-            ),
-        )
-
-
-def _rejection(t: Translation, option: str, limit: str) -> dict[str, Any]:
-    """Translate rejection such as `seq_mean_k3`: rows or tokens that are masked out."""
-    levels = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "max"}
-    level, _, estimator = option.rpartition("_")
-    if option == "seq_mean_k1":  # bounds of the geometric mean; a single one is the upper
-        low, _, high = limit.rpartition("_")
-        upper = _threshold(t, high)
-        return {"type": "sequence_mask", "low": _threshold(t, low) if low else 1 / upper, "high": upper}
-    if estimator != "k3" or level not in levels:
-        raise t.refuse("rollout_rs", option, "supported: seq_mean_k1, and k3 of tokens, sums, means, maxima")
-    return {"type": "kl_rejection", "bound": _threshold(t, limit), "level": levels[level], "estimator": "k3"}
-
-
-def _threshold(t: Translation, text: str) -> float:
-    try:
-        threshold = float(text)
-    except ValueError:
-        threshold = 0.0
-    if not threshold > 0:
-        name = "algorithm.rollout_correction.rollout_rs_threshold"
-        raise ConfigError(
-            f"{t.named(name)}: rollout_rs needs a number above 0 (or LOW_HIGH for seq_mean_k1), not {text}"
-        )
-    return threshold
-
-
 R, M = "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
-VERSION, OLD = "verl of August 2026", "verl 0.1"
 
 DEFAULTS: Settings = {
     "data.train_batch_size": 1024,
@@ -369,8 +101,15 @@ DEFAULTS: Settings = {
     "algorithm.kl_ctrl.kl_coef": 0.001,
     "algorithm.kl_ctrl.horizon": 10000,
     "algorithm.kl_ctrl.target_kl": 0.1,
+    "algorithm.rollout_correction.loss_type": "ppo_clip",
     "algorithm.rollout_correction.rollout_is_threshold": 2.0,
     "algorithm.rollout_correction.rollout_is_batch_normalize": False,
+    "distillation.distillation_loss.loss_mode": "k3",
+    "distillation.distillation_loss.use_task_rewards": True,
+    "distillation.distillation_loss.use_policy_gradient": False,
+    "distillation.distillation_loss.policy_loss_mode": "vanilla",
+    "distillation.distillation_loss.clip_ratio_low": 0.2,
+    "distillation.distillation_loss.clip_ratio_high": 0.2,
     "critic.optim.lr": 1e-5,
     "critic.cliprange_value": 0.5,
     "trainer.total_epochs": 30,
@@ -488,6 +227,8 @@ REASONS = {
         "data.return_raw_input_ids", "data.return_full_prompt", "data.validation_shuffle", "data.val_batch_size",
         "data.use_shm", "data.return_multi_modal_inputs",
     ), "how rows are loaded; the rows are the same"),
+    "data.image_patch_size": "the model's own processor resizes pictures",
+    "data.custom_cls.": "for data.custom_cls.path, which is not set",
     **dict.fromkeys((
         "trainer.balance_batch", "trainer.use_legacy_worker_impl", "trainer.device",
         "trainer.ray_wait_register_center_timeout",
@@ -514,6 +255,7 @@ REASONS = {
             "attn_implementation", "attention_dropout", "embd_pdrop", "resid_pdrop",
         )
     ), "an implementation choice; a model's dropout is off, in both"),
+    **{f"{place}optim.override_optimizer_config.fp8_recipe": "how products of 8 bits are scaled" for place in (A, "critic.")},
     **dict.fromkeys((
         R + "prometheus.",
         R + "moe_tensor_parallel_size", A + "pad_to_length", "reward_model.model.use_remove_padding",
@@ -524,6 +266,8 @@ REASONS = {
         "reward_model.enable_resource_pool", "reward_model.strategy", "reward_model.micro_batch_size",
         "reward_model.micro_batch_size_per_gpu", "reward_model.model.fsdp_config.",
     ), "how the scores of a reward model are computed; the scores are the same"),
+    **dict.fromkeys(("distillation.teacher_models.", "distillation.nnodes", "distillation.n_gpus_per_node"), ENGINE),
+    "distillation.teacher_key": "a run has one teacher",
     "data.trust_remote_code": "code of a model runs only if you set model.trust_remote_code yourself",
     "critic.model.trust_remote_code": "code of a model runs only if you set model.trust_remote_code yourself",
     A + "shuffle": "the seed sets which rows of a step go into which update",
@@ -542,11 +286,8 @@ REFUSED = {
     "docs/guides/tool_calling.md)",
     "data.tool_config_path": "tools are Python functions here (docs/guides/tool_calling.md)",
     "data.video_key": "videos are not trained on",
-    **dict.fromkeys(
-        ("distillation.enable", "distillation.enabled"), "distillation is algorithm.name=gkd or on_policy_distillation"
-    ),
+    "data.custom_cls.path": "rows are read as docs/guides/data.md lists",
     M + "mtp.enable": "heads for several tokens are not trained",
-    M + "lora_adapter_path": "merge the adapters first",
     "algorithm.use_pf_ppo": "completions are not resampled by their reward",
     "trainer.val_only": "nothing is trained: atomrl eval evaluates",
     R + "ignore_eos": "completions end with the end-of-sequence token",
@@ -566,7 +307,7 @@ SECTIONS = {
 }  # fmt: skip
 OWN_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine")
 """verl's own configs, whose defaults are known; those of Megatron train the same."""
-PPO = r"(.*\.)?trainer\.main_ppo(_format)?|(.*\.)?(dapo|entropy)\.(src\.)?main_(dapo|entropy)"
+PPO = r"(.*\.)?trainer\.main_ppo(_format|_sync|_v0)?|(.*\.)?(dapo|entropy)\.(src\.)?main_(dapo|entropy)"
 """Programs that train by PPO's keys: `main_ppo_format` of Search-R1, and recipes that add filters to it."""
 
 
@@ -586,9 +327,10 @@ def translate(path: Path) -> Translation:
     elif re.fullmatch(PPO, program):
         t = _policy(path, flags)
     else:
+        nothing = ", which trains nothing" if re.search(r"main_(generation|eval)", program) else ""
         raise ConfigError(
-            f"{path} starts {program or 'no program of verl'}: supported are verl.trainer.main_ppo, the recipe DAPO "
-            "and verl's SFT trainers"
+            f"{path} starts {program or 'no program of verl'}{nothing}: supported are verl.trainer.main_ppo, the recipe "
+            "DAPO and verl's SFT trainers"
         )
     for note in notes:
         t.approximate(note)
@@ -693,17 +435,14 @@ def _differences(t: Translation) -> None:
     if t.number(A + "optim.weight_decay"):
         decay = t.number(A + "optim.weight_decay")
         t.differ("weight decay", f"{decay:g} on all weights", f"{decay:g} on matrices; norms and biases are excluded")
-    warmup = t.tree["train"].get("warmup_ratio")
-    if warmup or t.tree["train"]["schedule"] != "constant":
+    train = t.tree["train"]
+    if train.get("warmup_ratio") or train.get("warmup_updates") or train["schedule"] != "constant":
         t.differ(
             "learning rate",
             "set once per step, for all its mini-batches; 0 in the first step of a warm-up",
             "set at each optimizer step; the first of a warm-up is not 0",
         )
-    updates = (
-        t.integer("data.train_batch_size") // max(1, t.integer(A + "ppo_mini_batch_size")) * t.integer(A + "ppo_epochs")
-    )
-    if updates == 1:
+    if _updates_per_step(t) == 1 and not t.flag("algorithm.rollout_correction.bypass_mode"):
         t.differ(
             "ratio of the one update of a step",
             "to log-probs of an earlier pass, 1 up to rounding",
@@ -765,11 +504,16 @@ def _updates(t: Translation) -> None:
     elif size is not None:
         name = t.name_of([A + "ppo_micro_batch_size_per_gpu", A + "ppo_micro_batch_size"])
         t.put("train.rows_per_micro_batch", t.count(str(name)), str(name))
-    steps = put_duration(t)
+    put_duration(t)
     put_optimizer(t, A + "optim.")
-    put_warmup(t, steps, A + "optim.lr_warmup_steps", A + "optim.lr_warmup_steps_ratio")
+    put_warmup(t, _updates_per_step(t), A + "optim.lr_warmup_steps", A + "optim.lr_warmup_steps_ratio")
     temperature = t.number(R + "val_kwargs.temperature") if t.flag(R + "val_kwargs.do_sample") else 0.0
     t.put("eval.temperature", temperature, R + "val_kwargs.do_sample", R + "val_kwargs.temperature")
+
+
+def _updates_per_step(t: Translation) -> int:
+    prompts, mini = t.integer("data.train_batch_size"), t.integer(A + "ppo_mini_batch_size")
+    return max(1, prompts // max(1, mini) * t.integer(A + "ppo_epochs"))
 
 
 def _model(t: Translation) -> None:
@@ -779,6 +523,14 @@ def _model(t: Translation) -> None:
     if (enabled := t("critic.enable")) is not None and enabled != (t("algorithm.adv_estimator") == "gae"):
         raise t.refuse("critic.enable", enabled, "gae has a critic, other estimators have none")
     put_adapters(t, M)
+    if (left_out := t(M + "exclude_modules")) is not None:
+        if not re.fullmatch(r"[.*^]*visual[.*$]*", str(left_out)):
+            raise t.refuse(M + "exclude_modules", left_out, "name the layers that have adapters: model.lora.target_modules")
+        t.leave(M + "exclude_modules", "adapters leave the vision tower as it is")
+    for name in t.settings:
+        if re.fullmatch(rf"{M}override_config\.(model_config\.)?max_position_embeddings", name):
+            t.to_do.append(f"{t.given(name)}: set max_position_embeddings in config.json of the model, if it is lower")
+            t.name_of([name])
     t.leave(M + "trust_remote_code", "code of a model runs only if you set model.trust_remote_code yourself")
     t.put_engine(R + "name", engine=str(t(R + "name") or "vLLM"))
     if (batch := t("data.gen_batch_size")) is not None and batch != t("data.train_batch_size"):

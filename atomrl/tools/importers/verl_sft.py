@@ -2,6 +2,7 @@
 `sft_trainer`, whose rows are messages.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from atomrl.tools.importers.translation import (
     put_trackers,
     run_name,
     same,
-    share,
 )
 
 PROGRAM = r"verl\.trainer\.(fsdp_sft_trainer|sft_trainer|sft_trainer_ray)"
@@ -117,7 +117,6 @@ REASONS = {
 REFUSED = {
     "data.custom_cls.path": "rows are read as docs/guides/data.md lists",
     **dict.fromkeys(("data.chat_template", "model.custom_chat_template"), TEMPLATE),
-    "model.lora_adapter_path": "merge the adapters first: atomrl export",
     "model.mtp.enable": "heads for several tokens are not trained",
 }
 
@@ -197,7 +196,8 @@ def _passes(t: Translation) -> None:
         name = str(t.name_of(sizes))
         t.put("train.rows_per_micro_batch", t.count(name), name)
     t.name_of([*sizes, "data.use_dynamic_bsz", "data.max_token_len_per_gpu"])
-    put_warmup(t, put_duration(t), "optim.lr_warmup_steps", "optim.lr_warmup_steps_ratio", "optim.warmup_steps_ratio")
+    put_duration(t)
+    put_warmup(t, 1, "optim.lr_warmup_steps", "optim.lr_warmup_steps_ratio", "optim.warmup_steps_ratio")
 
 
 def _adapters(t: Translation) -> None:
@@ -216,10 +216,27 @@ def put_adapters(t: Translation, place: str) -> None:
     rank, alpha, modules = (str(t.name_of([place + new, place + old])) for new, old in names)
     if (method := t(f"{place}lora.lora_A_init_method")) is not None:
         t.choice(f"{place}lora.lora_A_init_method", method, {"kaiming": "kaiming"})
-    if t.integer(rank):
+    if (folder := t(f"{place}lora_adapter_path")) is not None:
+        t.put("model.lora.start", str(folder), f"{place}lora_adapter_path")
+        if not t.integer(rank):
+            t.approximate("lora_adapter_path: verl of August 2026 trains all weights without lora_rank; here adapters")
+        _saved_adapters(t, Path(str(folder)).expanduser() / "adapter_config.json")
+    elif t.integer(rank):
         makers: tuple[Callable[[Any], Any], ...] = (int, float, same)
         for key, name, make in zip(("rank", "alpha", "target_modules"), (rank, alpha, modules), makers, strict=True):
             t.put(f"model.lora.{key}", make(t(name)), name)
+
+
+def _saved_adapters(t: Translation, file: Path) -> None:
+    """Set rank, alpha and layers of adapters that a run starts from: those of their file, as in verl."""
+    if not file.is_file():
+        t.to_do.append(f"model.lora: set rank, alpha and target_modules to those of {file}, which is not here")
+        return
+    saved = json.loads(file.read_text())
+    if odd := [name for name in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern") if saved.get(name)]:
+        raise ConfigError(f"{file} has {odd[0]}, which has no counterpart: merge the adapters into the model first")
+    for key, name in (("rank", "r"), ("alpha", "lora_alpha"), ("target_modules", "target_modules")):
+        t.put(f"model.lora.{key}", saved[name], because=f"{name} of {file}")
 
 
 def put_optimizer(t: Translation, place: str) -> None:
@@ -262,40 +279,27 @@ def put_sizes(t: Translation) -> None:
             t.put(ours, t.integer(theirs), theirs)
 
 
-def put_duration(t: Translation) -> int | None:
-    """Set the number of steps, or of epochs.
-
-    Returns:
-        The number of steps, if the file has it.
-    """
+def put_duration(t: Translation) -> None:
+    """Set the number of steps, or of epochs."""
     t.name_of(["trainer.total_epochs"])
     if t("trainer.total_training_steps") is None:
         t.put("train.total_epochs", t.number("trainer.total_epochs"), "trainer.total_epochs")
-        return None
-    steps = t.count("trainer.total_training_steps")
-    t.put("train.steps", steps, "trainer.total_training_steps")
-    return steps
+    else:
+        t.put("train.steps", t.count("trainer.total_training_steps"), "trainer.total_training_steps")
 
 
-def put_warmup(t: Translation, steps: int | None, name: str, *ratios: str) -> None:
-    """Set the warm-up: its number of steps counts if it is above 0, and is left to the user if `steps` is not known.
+def put_warmup(t: Translation, updates_per_step: int, name: str, *ratios: str) -> None:
+    """Set the warm-up: its number of steps counts if it is above 0.
 
     Args:
-        steps: number of steps of the run.
         name: key of the number of warm-up steps.
         ratios: names of the key of their share of all steps.
     """
     t.name_of(ratios)
-    updates = 0 if t(name) is None else t.integer(name)
-    if updates <= 0:
-        t.put("train.warmup_ratio", t.number(str(t.name_of(ratios))), *ratios)
-    elif steps:
-        t.put("train.warmup_ratio", share(updates, steps), name, because="of the number of steps")
+    if t(name) is not None and (steps := t.integer(name)) > 0:
+        t.put("train.warmup_updates", steps * updates_per_step, name)
     else:
-        t.to_do.append(
-            f"{name}={updates}: a warm-up is a fraction of all steps here: divide by their number, which atomrl train "
-            "--dry-run prints, and set train.warmup_ratio"
-        )
+        t.put("train.warmup_ratio", t.number(str(t.name_of(ratios))), *ratios)
 
 
 def put_precision(t: Translation, *places: str) -> None:
