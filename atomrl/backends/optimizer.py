@@ -164,7 +164,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def learning_rate(update: int, total_updates: int, peak: float, train: TrainConfig) -> float:
     """Return the learning rate of one optimizer step.
 
-    Linear warm-up over the first `w = warmup_updates` updates, or `ceil(warmup_ratio * total_updates)`, starting above 0:
+    Linear warm-up over the first `w = warmup_updates or ceil(warmup_ratio * total_updates)` updates, starting above 0:
 
         lr_u = peak (u + 1) / w                                              u < w
         lr_u = peak                                                          constant

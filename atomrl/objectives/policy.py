@@ -88,7 +88,7 @@ class PolicyObjective(Objective):
     def _corrections_have_their_policy(self) -> Self:
         if self.old_policy and (parts := [part.type for part in self.rollout_is if part.whole_step]):
             raise ValueError(
-                f"algorithm.old_policy: rollout compares the rollouts with the policy of each update, and {parts[0]} is "
+                f"algorithm.old_policy: rollout compares rollouts with the policy of each update, and {parts[0]} is "
                 "computed once per step: use a correction without a statistic over the step (normalised: false)"
             )
         return self

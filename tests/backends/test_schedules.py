@@ -36,3 +36,8 @@ def test_linear_to_a_floor():
 def test_warm_up_may_take_the_whole_run():
     assert rates(2, "cosine", 1.0) == [1.0, 2.0]
     assert learning_rate(2, 2, 2.0, settings("cosine", 1.0)) == 2.0
+
+
+def test_a_number_of_warm_up_updates_replaces_their_share():
+    train = TrainConfig(schedule="linear", warmup_ratio=1.0, warmup_updates=2)
+    assert [learning_rate(update, 4, 2.0, train) for update in range(4)] == [1.0, 2.0, 2.0, 1.0]

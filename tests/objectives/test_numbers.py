@@ -145,7 +145,10 @@ def test_aggregates_by_hand():
         ({"type": "kl_rejection", "bound": 0.01, "level": "token"}, [[1, 0], [1, 1, 1]]),
         ({"type": "kl_rejection", "bound": 0.05, "level": "sum", "estimator": "k1"}, [[1, 1], [1, 1, 1]]),
         # log mu - log pi_old is 0, -1 and 0, -0.1, 0.1; half its square 0, 0.5 and 0, 0.005, 0.005.
-        ({"type": "kl_rejection", "bound": 0.05, "low": -0.5, "level": "token", "estimator": "k1"}, [[1, 0], [1, 1, 0]]),
+        (
+            {"type": "kl_rejection", "bound": 0.05, "low": -0.5, "level": "token", "estimator": "k1"},
+            [[1, 0], [1, 1, 0]],
+        ),
         ({"type": "kl_rejection", "bound": 0.05, "low": -0.5, "level": "sum", "estimator": "k1"}, [[0, 0], [1, 1, 1]]),
         ({"type": "kl_rejection", "bound": 0.45, "level": "max", "estimator": "k2"}, [[0, 0], [1, 1, 1]]),
         ({"type": "kl_rejection", "bound": 0.51, "level": "max", "estimator": "k2"}, [[1, 1], [1, 1, 1]]),
@@ -201,7 +204,7 @@ def test_the_rollout_policy_as_the_old_policy():
             assert (-gradient / 0.2)[rows.loss_mask].tolist() == pytest.approx(factors, abs=1e-6)
     assert make(old_policy="rollout", kl={"coefficient": 0.1}).needs == {"ref_logprobs"}
     assert make(old_policy="trainer").needs == {"old_logprobs"}
-    with pytest.raises(ValueError, match="old_policy: rollout .* token_tis is computed once per step"):
+    with pytest.raises(ValueError, match=r"old_policy: rollout .* token_tis is computed once per step"):
         make(old_policy="rollout", rollout_is={"type": "token_tis", "normalised": True})
     with pytest.raises(ValueError, match="old_policy=rollout needs log-probs, which this engine does not return"):
         make(old_policy="rollout").advantages(two_rows(rollout_logprobs=None))

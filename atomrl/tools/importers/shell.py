@@ -546,7 +546,10 @@ class _Reading:
                 return rest.strip("\"'") if inside["default"] == ":-" else rest
             if inside["default"] or not rest:
                 return value
-        elif inside is not None and (inside["default"] or "").endswith(("-", "=")):
+        elif inside is not None and (inside["default"] or "").endswith("+"):
+            self.defaults[inside["name"]] = ""
+            return ""
+        elif inside is not None and inside["default"]:
             default = inside["rest"].strip("\"'")
             self.defaults[inside["name"]] = default
             if inside["default"].endswith("="):

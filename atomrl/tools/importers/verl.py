@@ -149,6 +149,8 @@ SEARCH_DEFAULTS: Settings = {
 
 MATH = ("DigitalLearningGmbH/MATH-lighteval", "lighteval/MATH", "HuggingFaceH4/MATH-500")
 """Data sources whose answers are boxed, by the names of verl's data preparation."""
+CODE = ("codecontests", "apps", "codeforces", "taco")
+"""Data sources whose answers are programs with tests."""
 
 
 MOVES: Moves = {
@@ -227,6 +229,7 @@ REASONS = {
         "data.return_raw_input_ids", "data.return_full_prompt", "data.validation_shuffle", "data.val_batch_size",
         "data.use_shm", "data.return_multi_modal_inputs",
     ), "how rows are loaded; the rows are the same"),
+    M + "torch_dtype": "verl's models have no such key: model.dtype",
     "data.image_patch_size": "the model's own processor resizes pictures",
     "data.custom_cls.": "for data.custom_cls.path, which is not set",
     **dict.fromkeys((
@@ -255,7 +258,7 @@ REASONS = {
             "attn_implementation", "attention_dropout", "embd_pdrop", "resid_pdrop",
         )
     ), "an implementation choice; a model's dropout is off, in both"),
-    **{f"{place}optim.override_optimizer_config.fp8_recipe": "how products of 8 bits are scaled" for place in (A, "critic.")},
+    A + "optim.override_optimizer_config.fp8_recipe": "how products of 8 bits are scaled",
     **dict.fromkeys((
         R + "prometheus.",
         R + "moe_tensor_parallel_size", A + "pad_to_length", "reward_model.model.use_remove_padding",
@@ -307,7 +310,7 @@ SECTIONS = {
 }  # fmt: skip
 OWN_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine")
 """verl's own configs, whose defaults are known; those of Megatron train the same."""
-PPO = r"(.*\.)?trainer\.main_ppo(_format|_sync|_v0)?|(.*\.)?(dapo|entropy)\.(src\.)?main_(dapo|entropy)"
+PPO = r"(.*\.)?trainer\.main_ppo(_format|_sync|_v0)?|(.*\.)?(dapo|entropy)\.(\w+\.)?main_(dapo|entropy)"
 """Programs that train by PPO's keys: `main_ppo_format` of Search-R1, and recipes that add filters to it."""
 
 
@@ -329,8 +332,8 @@ def translate(path: Path) -> Translation:
     else:
         nothing = ", which trains nothing" if re.search(r"main_(generation|eval)", program) else ""
         raise ConfigError(
-            f"{path} starts {program or 'no program of verl'}{nothing}: supported are verl.trainer.main_ppo, the recipe "
-            "DAPO and verl's SFT trainers"
+            f"{path} starts {program or 'no program of verl'}{nothing}: supported are verl.trainer.main_ppo, the "
+            "recipe DAPO and verl's SFT trainers"
         )
     for note in notes:
         t.approximate(note)
@@ -352,7 +355,11 @@ def _policy(path: Path, flags: Settings) -> Translation:
         raise t.refuse(
             A + "router_replay.mode", t(A + "router_replay.mode"), REFUSED[R + "enable_rollout_routing_replay"]
         )
+    if M + "path" in flags and not flags[M + "path"]:
+        raise ConfigError(f"{t.named(M + 'path')} is empty: give the script the model's path")
     for name in flags:
+        if name.endswith("._target_"):
+            t.leave(name, "the class of a section")
         if name.startswith(R + "multi_turn.") and name not in REFUSED:
             t.leave(name, "for multi_turn.enable, which is off")
     put_machines(t)
@@ -525,7 +532,9 @@ def _model(t: Translation) -> None:
     put_adapters(t, M)
     if (left_out := t(M + "exclude_modules")) is not None:
         if not re.fullmatch(r"[.*^]*visual[.*$]*", str(left_out)):
-            raise t.refuse(M + "exclude_modules", left_out, "name the layers that have adapters: model.lora.target_modules")
+            raise t.refuse(
+                M + "exclude_modules", left_out, "name the layers that have adapters: model.lora.target_modules"
+            )
         t.leave(M + "exclude_modules", "adapters leave the vision tower as it is")
     for name in t.settings:
         if re.fullmatch(rf"{M}override_config\.(model_config\.)?max_position_embeddings", name):
@@ -574,9 +583,15 @@ def _reward(t: Translation, searches: bool) -> None:
     else:
         # Without either, verl selects its own graders by data source; ours differ in details.
         math = "math" in str(t("data.train_files")).lower()
+        fusion = [f"{place}.sandbox_fusion." for place in ("reward_model", "reward")]
+        runs = t.is_set(*(f"{place}url" for place in fusion))
+        t.name_of([place + key for place in fusion for key in ("url", "max_concurrent", "memory_limit_mb")])
+        rewards = {"openai/gsm8k": "gsm8k"} | dict.fromkeys(MATH if math else (), "boxed")
+        rewards |= dict.fromkeys(CODE if runs else (), "code")
         t.put(
             "reward.by_data_source",
-            {"openai/gsm8k": "gsm8k"} | (dict.fromkeys(MATH, "boxed") if math else {}),
+            rewards,
+            *(f"{place}url" for place in fusion if runs),
             because="verl selects a reward by each row's data_source; set yours for other sources",
         )
         t.differ(
@@ -584,6 +599,8 @@ def _reward(t: Translation, searches: bool) -> None:
             "1 if the last #### number equals the ground truth as text, else 0",
             "gsm8k: without #### the last box or number counts too, and 18.0 equals 18",
         )
+        if runs:
+            t.differ("reward of code", "of a service, sandbox_fusion.url", "code: in a sandbox on this machine")
         if math:
             theirs = "1 if the last box equals the ground truth as normalized text"
             t.differ(f"reward of {MATH[0]}", theirs, "boxed: 1 if it is equal according to math-verify")
@@ -595,6 +612,9 @@ def _reward_manager(t: Translation) -> None:
     """Leave a manager to the user that computes rewards in its own way."""
     name = t.name_of(["reward_model.reward_manager", "reward.reward_manager.name"])
     module = t("reward.reward_manager.module.path")
+    if (keys := t("algorithm.gdpo_reward_keys")) is not None:
+        names = ", ".join(map(str, keys)) if isinstance(keys, list) else keys
+        t.to_do.append(f"algorithm.gdpo_reward_keys={names}: write a function of reward.functions for each")
     if module or (name and t(name) not in (None, "naive", "dapo", "prime", "batch")):
         t.to_do.append(
             f"{name or 'reward.reward_manager.module.path'}={t(name) if name else module}: rewards are functions"

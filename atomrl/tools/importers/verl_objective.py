@@ -315,7 +315,5 @@ def _threshold(t: Translation, text: str) -> float:
         threshold = 0.0
     if not threshold > 0:
         name = "algorithm.rollout_correction.rollout_rs_threshold"
-        raise ConfigError(
-            f"{t.named(name)}: rollout_rs needs a number above 0 (or LOW_HIGH for k1), not {text}"
-        )
+        raise ConfigError(f"{t.named(name)}: rollout_rs needs a number above 0 (or LOW_HIGH for k1), not {text}")
     return threshold

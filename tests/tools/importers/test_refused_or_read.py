@@ -1,5 +1,7 @@
 """Files of the shapes that public repositories have: each is imported as what it trains, or refused."""
 
+import json
+import math
 import re
 from pathlib import Path
 
@@ -11,6 +13,11 @@ from atomrl.config import ConfigError
 from tests.tools.importers.conftest import Read
 
 PPO = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=m"
+MODEL = "actor_rollout_ref.model."
+CORRECTION = "algorithm.rollout_correction."
+DISTILLED = "distillation.enabled=true distillation.distillation_loss.use_task_rewards=false "
+DISTILLED += "distillation.distillation_loss.use_policy_gradient=true +distillation.teacher_models.a.model_path=t "
+DISTILLED += "distillation.distillation_loss."
 SFT = "torchrun --nproc_per_node=2 -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=org/m optim.lr=2e-5"
 SEARCH = (
     f"{PPO} max_turns=2 retriever.url=http://x:1/retrieve retriever.topk=5 actor_rollout_ref.actor.state_masking=true "
@@ -28,13 +35,22 @@ SKYRL = "uv run -m skyrl.train.entrypoints.main_base trainer.policy.model.path=m
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    (PPO.replace("trainer.main_ppo", "trainer.main_generation"), "starts verl.trainer.main_generation: supported"),
+    (PPO.replace("trainer.main_ppo", "trainer.main_generation"), "main_generation, which trains nothing: supported"),
     (PPO.replace("-m verl.trainer.main_ppo", "-m my.main_verl."), "starts my.main_verl.: supported"),
     (PPO.replace("trainer.main_ppo", "experimental.one_step.main_ppo"), "one_step.main_ppo: supported"),
     (PPO.replace("python3 -m verl.trainer.main_ppo", "run"), "starts no program of verl"),
     (f"{PPO} actor_rollout_ref.rollout.multi_turn.enable=True", "multi_turn.enable=True"),
     (f"{PPO} --config-path=config --config-name=other", "--config-name=other is not there"),
-    (f"{PPO} distillation.enabled=true", "distillation"),
+    (f"{PPO} {DISTILLED}use_task_rewards=true", "use_task_rewards=True"),
+    (f"{PPO} {DISTILLED}use_policy_gradient=false", "use_policy_gradient=False .* a distance of its own"),
+    (f"{PPO} {DISTILLED}loss_mode=forward_kl_topk", "loss_mode=forward_kl_topk .* supported: k1, kl"),
+    (f"{PPO} {DISTILLED}loss_mode=k1 +distillation.teacher_models.b.model_path=b", "teacher_models=2 models"),
+    (f"{PPO} {DISTILLED}loss_mode=k1 {CORRECTION}bypass_mode=true", "bypass_mode=True"),
+    (f"{PPO} {CORRECTION}bypass_mode=true {CORRECTION}loss_type=x", "loss_type=x .* supported: ppo_clip, reinforce"),
+    (f"{PPO} {CORRECTION}rollout_rs=seq_max_k1 {CORRECTION}rollout_rs_threshold=2", "rollout_rs=seq_max_k1"),
+    (f"{PPO} data.custom_cls.path=rows.py", "custom_cls.path=rows.py"),
+    (f"{PPO} {MODEL}exclude_modules=.*mlp.*", "exclude_modules=.*mlp.* model.lora.target_modules"),
+    (f"{PPO} {MODEL}path=", "model.path is empty: give the script the model's path"),
     (f"{SFT} data.truncation=left", "truncated at the end"),
     (SEARCH.replace("state_masking=true", "state_masking=false"), "state_masking=False"),
     (f"{SEARCH} do_search=false", "do_search=False"),
@@ -137,6 +153,68 @@ def test_search_r1_is_several_turns_of_search(read: Read) -> None:
     assert imported.tree["reward"]["functions"] == ["search_r1_em"]
     scored = f"{SEARCH} reward_model.structure_format_score=0.2"
     assert "structure_format_score=0.2: search_r1_em gives no part" in read(scored).to_do[0]
+
+
+def test_bypass_mode_is_the_rollout_policy_as_the_old_policy(read: Read) -> None:
+    """k1 is log mu - log pi: a bound on mu / pi is the other way round on pi / mu."""
+    bypass = f"{PPO} {CORRECTION}bypass_mode=true actor_rollout_ref.actor.policy_loss.loss_mode=gspo"
+    imported = read(
+        f"{bypass} {CORRECTION}rollout_is=token {CORRECTION}rollout_rs=\\'token_k1,seq_mean_k1,seq_max_k2\\' "
+        f"{CORRECTION}rollout_rs_threshold=\\'0.5_4,0.5_4,2.5\\'"
+    )
+    algorithm = imported.tree["algorithm"]
+    assert (algorithm["old_policy"], algorithm["clip"]["type"], algorithm["ratio"]["type"]) == (
+        "rollout",
+        "ppo",
+        "token",
+    )
+    assert algorithm["rollout_is"] == [
+        {"type": "kl_rejection", "low": -math.log(2), "bound": math.log(4), "level": "token", "estimator": "k1"},
+        {"type": "sequence_mask", "low": 0.25, "high": 2.0},
+        {"type": "kl_rejection", "bound": 2.5, "level": "max", "estimator": "k2"},
+    ]
+    keys = f"{CORRECTION}loss_type=reinforce {CORRECTION}rollout_is=sequence"
+    imported = read(f"{bypass} {keys} {CORRECTION}rollout_is_batch_normalize=true")
+    algorithm = imported.tree["algorithm"]
+    weights = {"type": "sequence_tis", "high": 2.0, "normalised": False}
+    assert (algorithm["clip"], algorithm["rollout_is"]) == ({"type": "reinforce"}, [weights])
+    assert any("rollout_is_batch_normalize" in line for line in imported.differences)
+
+
+def test_distillation_is_a_policy_gradient_by_the_teacher(read: Read) -> None:
+    imported = read(f"{PPO} {DISTILLED}loss_mode=k1 distillation.distillation_loss.loss_max_clamp=10.0")
+    algorithm = imported.tree["algorithm"]
+    assert imported.tree["teacher"] == {"path": "t"}
+    assert (algorithm["name"], algorithm["advantage"]) == ("on_policy_distillation", {"type": "reverse_kl"})
+    assert algorithm["clip"] == {"type": "ppo", "low": 0.2, "high": 0.2, "dual": 3.0}
+    assert any("at most 10.0 (loss_max_clamp)" in line for line in imported.differences)
+
+
+def test_adapters_to_start_from_have_the_rank_of_their_file(read: Read, tmp_path: Path) -> None:
+    start = f"{PPO} {MODEL}lora_adapter_path={tmp_path}"
+    assert "set rank, alpha and target_modules to those of" in read(start).to_do[0]
+    saved = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
+    lora = read(start).tree["model"]["lora"]
+    assert lora == {"start": str(tmp_path), "rank": 4, "alpha": 8, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(saved | {"use_rslora": True}))
+    with pytest.raises(ConfigError, match=r"adapter_config\.json has use_rslora, which has no counterpart"):
+        read(start)
+
+
+def test_keys_of_verl_that_name_what_the_run_does_anyway(read: Read) -> None:
+    """Warm-ups count verl's steps, of which each has 4 updates here."""
+    keys = "data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=16 data.image_patch_size=16 "
+    keys += (
+        f"actor_rollout_ref.actor.optim.lr_warmup_steps=10 {MODEL}exclude_modules=.*visual.* {MODEL}torch_dtype=bf16 "
+    )
+    keys += "+algorithm.filter_groups._target_=a.B reward_model.sandbox_fusion.url=http://x"
+    imported = read(f"{PPO} {keys}")
+    assert not imported.to_do
+    assert imported.config.train.warmup_updates == 40
+    assert imported.tree["reward"]["by_data_source"] | {"apps": "code"} == imported.tree["reward"]["by_data_source"]
+    shown = read(f"{PPO} {MODEL}override_config.max_position_embeddings=9 algorithm.gdpo_reward_keys=['a','b']").to_do
+    assert "in config.json of the model" in shown[0] and "gdpo_reward_keys=a, b: write a function" in shown[1]
 
 
 @pytest.mark.parametrize("key", ["actor_rollout_ref.rollout.zzz_zzz", "algorithm.zzz_zzz", "data.zzz_zzz", "zzz_zzz"])

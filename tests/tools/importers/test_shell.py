@@ -35,7 +35,8 @@ def test_words_of_a_script(text: str, words: list[str]) -> None:
 
 @pytest.mark.parametrize(("line", "word"), [
     ("${path##*/}", "base.sh"), ("${path#*/}", "b/base.sh"), ("${path%.sh}", "a/b/base"), ("${path%%/*}", "a"),
-    ("${path:2}", "b/base.sh"), ("${path:2:1}", "b"), ("${n:-${path}}", "4"), ("${none:-${path%%/*}}", "a"),
+    ("${path:2}", "b/base.sh"), ("${path:2:1}", "b"), ("${n:-${path}}", "4"),
+    ("a${n:+-${n}}", "a-4"), ("a${none:+-x}", "a"), ("${none:-${path%%/*}}", "a"),
     ("${path/a/b}", "${path/a/b}"), ("x$1", "x$1"),
 ])  # fmt: skip
 def test_parts_of_variables(line: str, word: str) -> None:
