@@ -131,6 +131,8 @@ class RowBatch:
     """[B] float32, from the reward model that is trained."""
     old_entropy: Tensor | None = None
     """[B, T] float32: entropy in nats of the trainer's distributions at the start of the step."""
+    old_squared_probs: Tensor | None = None
+    """[B, T] float32: sum over the vocabulary of the trainer's squared probabilities at the start of the step."""
 
     @property
     def rows(self) -> int:

@@ -10,15 +10,17 @@ from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from atomrl.atoms.logprobs import head_logits
+from atomrl.atoms.logprobs import chunk_size, head_logits
 from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch
 from atomrl.common.metrics import Metrics
 from atomrl.types import GenerationOutput, GenerationRequest, Trajectory
 
 NOTHING: Mapping[str, float] = MappingProxyType({})
-ModelInput = Literal["old_logprobs", "old_entropy", "ref_logprobs", "teacher_logprobs", "values", "scores"]
+ModelInput = Literal[
+    "old_logprobs", "old_entropy", "old_squared_probs", "ref_logprobs", "teacher_logprobs", "values", "scores"
+]
 RowUnit = Literal["row", "group", "pair"]
-Output = Literal["logprobs", "entropy", "values", "scores", "distributions", "teacher_distributions"]
+Output = Literal["logprobs", "entropy", "squared_probs", "values", "scores", "distributions", "teacher_distributions"]
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,25 @@ class Distributions:
 
     def logprobs(self) -> Tensor:
         """Compute the log-probs [N, V] of the whole vocabulary, with gradient."""
-        return self.of_all((head_logits(self.hidden, self.head_weight) / self.temperature).log_softmax(-1))
+        return self.of_all(self._logprobs(self.hidden))
+
+    def _logprobs(self, hidden: Tensor) -> Tensor:
+        return (head_logits(hidden, self.head_weight) / self.temperature).log_softmax(-1)
+
+    @torch.no_grad()
+    def squared_probs(self, mask: Tensor) -> Tensor:
+        """Compute the sum of the squared probabilities of the vocabulary, in chunks of tokens.
+
+        Args:
+            mask: [B, T] bool: the trained tokens; on any device.
+
+        Returns:
+            [B, T] float32 on the model's device, 0 off the mask, without gradient.
+        """
+        chunks = self.hidden.split(chunk_size(self.head_weight))
+        sums = [(2 * self._logprobs(chunk).float()).exp().sum(-1) for chunk in chunks]
+        squared = self.of_all(torch.cat(sums) if sums else self.hidden.new_zeros(0, dtype=torch.float32))
+        return squared.new_zeros(mask.numel()).index_copy(0, self.places, squared).view(mask.shape)
 
 
 @dataclass(frozen=True)

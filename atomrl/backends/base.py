@@ -443,12 +443,13 @@ class BaseBackend(ABC):
                     outputs["logprobs"] = total(logprobs, model.sharing)
                     if entropy is not None:
                         outputs["entropy"] = total(entropy, model.sharing)
-                if "distributions" in wanted:
+                if wanted & {"distributions", "squared_probs"}:
                     gather = partial(_gather_tokens, own=own, mask=mask, sharing=model.sharing)
                     places = to_device(mask.flatten().nonzero()[:, 0], states.device)
-                    outputs["distributions"] = Distributions(
-                        states, model.head_weight, places, self.temperature, gather
-                    )
+                    made = Distributions(states, model.head_weight, places, self.temperature, gather)
+                    outputs["distributions"] = made
+                    if "squared_probs" in wanted:
+                        outputs["squared_probs"] = made.squared_probs(mask)
             named |= {key: outputs[output] for key, output in requested.items()}
         return named
 

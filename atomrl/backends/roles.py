@@ -33,6 +33,7 @@ SOURCES: Mapping[str, tuple[RoleName, Output]] = {
     "distributions": ("policy", "distributions"),
     "old_logprobs": ("policy", "logprobs"),
     "old_entropy": ("policy", "entropy"),
+    "old_squared_probs": ("policy", "squared_probs"),
     "ref_logprobs": ("reference", "logprobs"),
     "teacher_logprobs": ("teacher", "logprobs"),
     "teacher_distributions": ("teacher", "distributions"),

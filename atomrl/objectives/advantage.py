@@ -192,6 +192,8 @@ class AdvantageInputs:
     """[B, T] log-probs of the policy at the start of the step."""
     old_entropy: Tensor | None = None
     """[B, T] entropy in nats of the distribution that the token was sampled from, at the start of the step."""
+    old_squared_probs: Tensor | None = None
+    """[B, T] sum over the vocabulary of the squared probabilities at the token, at the start of the step."""
     ref_logprobs: Tensor | None = None
     """[B, T] log-probs of the frozen reference."""
     teacher_logprobs: Tensor | None = None
@@ -579,6 +581,50 @@ class ReMaxAdvantage(AdvantageChoice, type="remax"):
         return advantages.return_minus_baseline(per_token(totals, mask), per_token(baseline, mask), mask)
 
 
+class OptimalTokenBaselineAdvantage(AdvantageChoice, type="optimal_token_baseline"):
+    """OTB: the reward to go of each token minus a baseline per position of the group's completions.
+
+    Completions count by their realized energy up to the position. Positions count tokens that the model wrote.
+    """
+
+    text = "A_{i,t} = G_{i,t} - b_t,   b_t = sum_{j in group} G_{j,t} W_{j,t} / sum_{j in group} W_{j,t}"
+    latex = (
+        r"\hat A_{i,t} = G_{i,t} - \frac{\sum_{j \in g(i)} G_{j,t} W_{j,t}}{\sum_{j \in g(i)} W_{j,t}}, \quad "
+        r"W_{i,t} = \sum_{u \le t} \big(1 - 2 \pi_{\mathrm{old}}(a_{i,u}) + \textstyle\sum_v \pi_{\mathrm{old}}(v)^2"
+        r"\big)"
+    )
+    eps: NonNegativeFloat = default(advantages.optimal_token_baseline, "eps")
+    zero_tail: bool = default(advantages.optimal_token_baseline, "zero_tail")
+    """The tail of a completion that is longer than all others of its group has a baseline of 0."""
+    group_baseline = True
+    uses_token_rewards = True
+    needs = frozenset({"old_logprobs", "old_squared_probs"})
+    made_of = (
+        reward_at_last_token, discounted_returns, advantages.cumulative_score_norm, advantages.optimal_token_baseline,
+        advantages.return_minus_baseline,
+    )  # fmt: skip
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        mask = not_none(inputs.mask)
+        returns = discounted_returns(inputs.by_token, mask)
+        energy = advantages.cumulative_score_norm(
+            not_none(inputs.old_logprobs), not_none(inputs.old_squared_probs), mask
+        )
+        baseline = advantages.optimal_token_baseline(
+            returns, energy, mask, inputs.group_ids, self.eps, by_token=True, zero_tail=self.zero_tail
+        )
+        return advantages.return_minus_baseline(returns, baseline, mask)
+
+    def where(self) -> tuple[Formula, ...]:
+        energy = "W_{i,t} = sum_{u <= t} (1 - 2 pi_old(a_u) + sum_v pi_old(v)^2),   G_{i,t} = sum_{s >= t} r_{i,s}"
+        return (Formula(energy, r"G_{i,t} = \sum_{s \ge t} r_{i,s}"),)
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        yield from super().warnings(setting)
+        if setting.logprobs_over == "kept":
+            yield "biased: the squared probabilities are over the whole vocabulary, the log-probs over the kept tokens"
+
+
 class ReinforcePPAdvantage(AdvantageChoice, type="reinforce_pp"):
     """REINFORCE++: the return of each token, whitened over all tokens of the batch."""
 
@@ -708,5 +754,6 @@ Plain = RawAdvantage | NoAdvantage
 Centred = GRPONoStdAdvantage | RLOOAdvantage | OPOAdvantage | GPGAdvantage | ReMaxAdvantage
 Scaled = GRPOAdvantage | GRPOBatchStdAdvantage | MaxRLAdvantage | GDPOAdvantage
 PassAtK = PassAtKAdvantage | PassAtKAnalyticAdvantage
-ByToken = ReinforcePPAdvantage | ReinforcePPBaselineAdvantage | GAEAdvantage | ReverseKLAdvantage
-Advantage = Plain | Centred | Scaled | PassAtK | ByToken | TurnAdvantage | CustomAdvantage
+ByToken = OptimalTokenBaselineAdvantage | ReinforcePPAdvantage | ReinforcePPBaselineAdvantage | GAEAdvantage
+ByTeacher = ReverseKLAdvantage
+Advantage = Plain | Centred | Scaled | PassAtK | ByToken | ByTeacher | TurnAdvantage | CustomAdvantage

@@ -174,7 +174,7 @@ def fit(
 
 
 PHASES: Mapping[str, frozenset[ModelInput]] = {
-    "old_log_prob": frozenset({"old_logprobs", "old_entropy"}),
+    "old_log_prob": frozenset({"old_logprobs", "old_entropy", "old_squared_probs"}),
     "ref": frozenset({"ref_logprobs"}),
     "teacher": frozenset({"teacher_logprobs"}),
     "values": frozenset({"values"}),

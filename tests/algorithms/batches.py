@@ -53,6 +53,7 @@ def make_rows(groups: int = 3, tokens: int = 11, seed: int = 0, rewards: Tensor 
         old_logprobs=old,
         ref_logprobs=-2 * numbers(),
         old_entropy=2 * numbers(),
+        old_squared_probs=old.exp() ** 2 + (1 - old.exp()) ** 2,
         reward_parts=parts,
         baseline_rewards=torch.rand(groups, generator=generator, dtype=torch.float64).repeat_interleave(GROUP),
         values=numbers(),

@@ -30,6 +30,7 @@ EXTRA = {
         {"rollout_is": ["token_tis", {"type": "kl_rejection", "bound": 3e-3}, {"type": "second_moment"}]},
     ),
     "rollouts as the old policy": ("grpo", {"old_policy": "rollout", "rollout_is": "sequence_tis"}),
+    "baseline by position": ("grpo", {"advantage": "optimal_token_baseline", "clip": "reinforce"}),
     "prompt mean": ("grpo", {"loss_agg": "prompt_mean", "kl": {"coefficient": 0.1, "type": "k2"}}),
     "adaptive KL in the loss": ("rloo", {"kl": {"apply_to": "loss", "target": 0.1}}),
     "adaptive KL in the reward": ("reinforce_pp", {"kl": {"target": 0.1}}),
@@ -92,7 +93,15 @@ def test_any_order_of_rows_gives_the_same_gradient(case):
 def test_garbage_off_the_mask_is_harmless(case, garbage):
     rows = make_rows()
     off = ~rows.loss_mask
-    names = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "old_entropy", "values", "teacher_logprobs")
+    names = (
+        "old_logprobs",
+        "ref_logprobs",
+        "rollout_logprobs",
+        "old_entropy",
+        "old_squared_probs",
+        "values",
+        "teacher_logprobs",
+    )
     dirty = changed(rows, **{name: flat_fields(rows)[name].masked_fill(off, garbage) for name in names})
     logprobs = moved_logprobs(rows)
     clean = loss_gradient(algorithm := build(case), training_batch(algorithm, rows), logprobs)

@@ -15,7 +15,15 @@ from tests.algorithms.batches import changed, loss_gradient, make_rows, moved_lo
 from tests.algorithms.test_properties import CASES, build
 
 ROWS = with_turns(make_rows())
-BY_TOKEN = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "old_entropy", "values", "teacher_logprobs")
+BY_TOKEN = (
+    "old_logprobs",
+    "ref_logprobs",
+    "rollout_logprobs",
+    "old_entropy",
+    "old_squared_probs",
+    "values",
+    "teacher_logprobs",
+)
 DRAWN = {"random", "clip"}
 """In the names of cases that choose tokens at random, with a seed that is what all rows hold."""
 ONLINE = [name for name, objective in PREFERENCES.items() if objective.online]

@@ -14,7 +14,7 @@ from atomrl.protocols import UpdateOutput
 from tests.backends.batches import follow_outputs, make_algorithm, make_batch, weights_of
 from tests.tiny import make_tiny_model
 
-NEEDS = frozenset({"old_logprobs", "old_entropy", "ref_logprobs", "values"})
+NEEDS = frozenset({"old_logprobs", "old_entropy", "old_squared_probs", "ref_logprobs", "values"})
 ENTROPY = frozenset({"logprobs", "entropy"})
 
 

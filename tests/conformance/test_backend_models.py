@@ -172,6 +172,14 @@ def test_a_reward_model_is_no_policy(make):  # noqa: F811
         make().train_step(make_batch(), REWARD)
 
 
+def test_squared_probabilities_are_those_of_the_whole_vocabulary(make):  # noqa: F811
+    batch, theirs = make_batch(), AutoModelForCausalLM.from_pretrained(make.folder)
+    probs = (theirs(batch.tokens).logits[:, :-1] / 0.7).softmax(-1)
+    expected = F.pad((probs**2).sum(-1), (1, 0)) * batch.loss_mask
+    rows = make(temperature=0.7).forward_only(batch, frozenset({"old_squared_probs"}))
+    torch.testing.assert_close(rows.old_squared_probs, expected.detach(), atol=1e-5, rtol=1e-4)
+
+
 def test_the_teacher_gives_log_probs_and_distributions(make, tmp_path):  # noqa: F811
     folder, batch = make_tiny_model(tmp_path / "teacher", "llama", seed=1), make_batch()
     theirs = AutoModelForCausalLM.from_pretrained(folder)

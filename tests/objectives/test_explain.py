@@ -165,6 +165,7 @@ CASES = {
     "small_rewards_of_turns": ({"advantage": "turn_grpo"}, {}),
     "states_without_weight": ({"advantage": {"type": "gigpo", "omega": 0.0}}, {}),
     "other_turns_untrained": ({"advantage": {"type": "last_turn", "divide_by_std": False}}, {}),
+    "squares_of_all_tokens": ({"advantage": "optimal_token_baseline"}, {"logprobs_over": "kept"}),
     "standardised_without_groups": ({"advantage": "raw", "group_filter": "mixed_outcomes"}, {}),
 }
 QUIET = {"advantage": "grpo_no_std"}
@@ -185,6 +186,7 @@ SAYS = {
     "value_clip_without_effect": "never clipped", "entropy_explosion": "nothing bounds the bonus",
     "deviation_of_turns": "dividing by a group's std", "small_rewards_of_turns": "by the std over turns of",
     "states_without_weight": "with omega=0", "other_turns_untrained": "turns before the last are not trained",
+    "squares_of_all_tokens": "squared probabilities are over the whole vocabulary",
     "standardised_without_groups": "groups that raw could learn from",
 }  # fmt: skip
 

@@ -61,6 +61,25 @@ def test_advantages_by_hand():
     assert credit(advantage={"type": "reinforce_pp_baseline", "eps": 0.0}) == pytest.approx(white)
 
 
+def test_the_optimal_token_baseline_by_hand():
+    """Rewards 1 and 0 over 2 and 3 tokens, with energies 0.5, 1 and 0.25, 0.5, 0.75: baselines of 2/3, 2/3 and, in the
+    tail of the longer one, 0."""
+    half, quarter = math.log(0.5), math.log(0.25)
+    rows = two_rows(
+        old_logprobs=torch.tensor([[0, half, half, 0], [0, quarter, quarter, quarter]], dtype=torch.float64),
+        old_squared_probs=torch.tensor([[9, 0.5, 0.5, 9], [9, -0.25, -0.25, -0.25]], dtype=torch.float64),
+    )
+    algorithm = make(advantage={"type": "optimal_token_baseline", "eps": 0.0})
+    assert algorithm.advantage_inputs == {"old_logprobs", "old_squared_probs"}
+    first, second = algorithm.advantages(rows).advantages.tolist()
+    assert first == pytest.approx([0, 1 / 3, 1 / 3, 0]) and second == pytest.approx([0, -2 / 3, -2 / 3, 0])
+    # The longer one is right: in its tail its own return is the baseline, unless that is 0.
+    rows = changed(rows, rewards=torch.tensor([0.0, 1.0], dtype=torch.float64))
+    for zero_tail, tail in ((True, 1), (False, 0)):
+        algorithm = make(advantage={"type": "optimal_token_baseline", "eps": 0.0, "zero_tail": zero_tail})
+        assert algorithm.advantages(rows).advantages[1].tolist() == pytest.approx([0, 2 / 3, 2 / 3, tail])
+
+
 def test_gdpo_standardises_each_part_and_keeps_its_weight():
     """A part of tiny scale counts as much as its weight says; GRPO's sum drowns it."""
     values = torch.tensor([[1.0, 0.0], [0.0, 0.001], [0.0, 0.0], [1.0, 0.001]])

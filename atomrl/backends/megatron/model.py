@@ -230,9 +230,12 @@ class Stage(nn.Module):
             outputs["logprobs"] = logprobs
             if entropy is not None:
                 outputs["entropy"] = entropy
-        if "distributions" in wanted:
+        if {"distributions", "squared_probs"} & set(wanted):
             places = to_device(mask.flatten().nonzero()[:, 0], self.device)
-            outputs["distributions"] = Distributions(before, self._full_head(), places, temperature)
+            made = Distributions(before, self._full_head(), places, temperature)
+            outputs["distributions"] = made
+            if "squared_probs" in wanted:
+                outputs["squared_probs"] = made.squared_probs(mask)
         return outputs
 
     def _scalars(self, states: Tensor, where: Tensor) -> Tensor:

@@ -275,6 +275,7 @@ REASONS = {
     "critic.model.trust_remote_code": "code of a model runs only if you set model.trust_remote_code yourself",
     A + "shuffle": "the seed sets which rows of a step go into which update",
     A + "data_loader_seed": "seed determines all sampling",
+    A + "calculate_sum_pi_squared": "computed for an advantage that reads it",
     A + "calculate_entropy": "the entropy is logged: train.report_entropy",
     "reward.reward_manager.": "rewards are called according to their signature (docs/guides/rewards.md)",
     "reward.num_workers": "reward.workers",

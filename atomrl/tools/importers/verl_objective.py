@@ -20,6 +20,8 @@ ESTIMATORS = {
     "gpg": "gpg",
     "gdpo": "gdpo",
     "grpo_passk": "pass_at_k",
+    "optimal_token_baseline": "optimal_token_baseline",
+    "tir_optimal_token_baseline": "optimal_token_baseline",
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
 }
@@ -240,6 +242,8 @@ def _rollout_correction(t: Translation) -> None:
         if t.flag("algorithm.use_kl_in_reward"):
             t.differ("KL in the reward", "of the engine's log-probs", "of the trainer's")
     weights, rejections = _weights(t, bypassed), _rejections(t)
+    if weights and not bypassed and "optimal_token_baseline" in str(t("algorithm.adv_estimator")):
+        t.differ("energies of the baseline", "times the squared weights of rollout_is", "without weights")
     if rejections:
         t.differ("mean of the loss", "over the tokens that rollout_rs keeps", "over all trained tokens")
     t.name_of([C + name for name in ("rollout_is_threshold", "rollout_is_batch_normalize", "loss_type")])

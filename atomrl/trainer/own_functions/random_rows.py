@@ -76,11 +76,11 @@ def _random_turn(length: int, random: torch.Generator) -> Segment:
 def with_inputs(rows: RowBatch, names: Iterable[str]) -> RowBatch:
     """Add random values for inputs that the back end computes (`ModelInput`).
 
-    Values are in [-1, 0), entropies in (0, 1], and 0 outside the loss mask.
+    Values are in [-1, 0), entropies and squared probabilities in (0, 1], and 0 outside the loss mask.
     """
     random, changes = torch.Generator().manual_seed(1), dict[str, Any]()
     for name in sorted(names):
         numbers = torch.rand(rows.rows if name == "scores" else rows.tokens.shape, generator=random) - 1
-        numbers = -numbers if name == "old_entropy" else numbers
+        numbers = -numbers if name in ("old_entropy", "old_squared_probs") else numbers
         changes[name] = numbers if name == "scores" else numbers * rows.loss_mask
     return replace(rows, **changes)

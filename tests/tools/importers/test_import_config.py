@@ -167,7 +167,7 @@ FILTER, TIS = "--algo.dynamic_filtering_enable", "--enable_vllm_is_correction"
 
 
 @pytest.mark.parametrize(("library", "text", "message"), [
-    ("verl", f"{MAIN} algorithm.adv_estimator=optimal_token_baseline", "adv_estimator"),
+    ("verl", f"{MAIN} algorithm.adv_estimator=optimal_token", "adv_estimator"),
     ("verl", f"{MAIN} {ACTOR}policy_loss.loss_mode=new algorithm.adv_estimator=grpo", "gspo"),
     ("verl", "echo 'nothing here'", "no command with key=value"),
     ("verl", "data: {train: a.jsonl}\nalgorithm: {name: grpo}", "not a config of verl"),

@@ -181,6 +181,13 @@ def test_bypass_mode_is_the_rollout_policy_as_the_old_policy(read: Read) -> None
     assert any("rollout_is_batch_normalize" in line for line in imported.differences)
 
 
+def test_the_optimal_token_baseline(read: Read) -> None:
+    estimator = PPO.replace("adv_estimator=grpo", "adv_estimator=optimal_token_baseline")
+    imported = read(f"{estimator} actor_rollout_ref.actor.calculate_sum_pi_squared=True")
+    assert imported.tree["algorithm"]["advantage"] == {"type": "optimal_token_baseline"} and not imported.to_do
+    assert any("without weights" in line for line in read(f"{estimator} {CORRECTION}rollout_is=token").differences)
+
+
 def test_distillation_is_a_policy_gradient_by_the_teacher(read: Read) -> None:
     imported = read(f"{PPO} {DISTILLED}loss_mode=k1 distillation.distillation_loss.loss_max_clamp=10.0")
     algorithm = imported.tree["algorithm"]
