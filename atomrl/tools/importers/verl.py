@@ -23,7 +23,7 @@ from atomrl.tools.importers.translation import (
     put_trackers,
     run_name,
 )
-from atomrl.tools.importers.verl_objective import OLD, VERSION, A, translate_objective
+from atomrl.tools.importers.verl_objective import OLD, VERSION, A, translate_objective, updates_per_step
 from atomrl.tools.importers.verl_sft import (
     OFFLOADED,
     OPTIMIZERS,
@@ -450,7 +450,7 @@ def _differences(t: Translation) -> None:
             "set once per step, for all its mini-batches; 0 in the first step of a warm-up",
             "set at each optimizer step; the first of a warm-up is not 0",
         )
-    if _updates_per_step(t) == 1 and not t.flag("algorithm.rollout_correction.bypass_mode"):
+    if updates_per_step(t) == 1 and not t.flag("algorithm.rollout_correction.bypass_mode"):
         t.differ(
             "ratio of the one update of a step",
             "to log-probs of an earlier pass, 1 up to rounding",
@@ -514,14 +514,9 @@ def _updates(t: Translation) -> None:
         t.put("train.rows_per_micro_batch", t.count(str(name)), str(name))
     put_duration(t)
     put_optimizer(t, A + "optim.")
-    put_warmup(t, _updates_per_step(t), A + "optim.lr_warmup_steps", A + "optim.lr_warmup_steps_ratio")
+    put_warmup(t, updates_per_step(t), A + "optim.lr_warmup_steps", A + "optim.lr_warmup_steps_ratio")
     temperature = t.number(R + "val_kwargs.temperature") if t.flag(R + "val_kwargs.do_sample") else 0.0
     t.put("eval.temperature", temperature, R + "val_kwargs.do_sample", R + "val_kwargs.temperature")
-
-
-def _updates_per_step(t: Translation) -> int:
-    prompts, mini = t.integer("data.train_batch_size"), t.integer(A + "ppo_mini_batch_size")
-    return max(1, prompts // max(1, mini) * t.integer(A + "ppo_epochs"))
 
 
 def _model(t: Translation) -> None:

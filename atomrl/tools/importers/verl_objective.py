@@ -49,6 +49,12 @@ def translate_objective(t: Translation) -> None:
     _rollout_correction(t)
 
 
+def updates_per_step(t: Translation) -> int:
+    """Return the number of optimizer steps of one of verl's steps."""
+    prompts, mini = t.integer("data.train_batch_size"), t.integer(A + "ppo_mini_batch_size")
+    return max(1, prompts // max(1, mini) * t.integer(A + "ppo_epochs"))
+
+
 def _distillation(t: Translation) -> None:
     """Translate on-policy distillation: a policy gradient with minus the distance to the teacher as the advantage."""
     loss = D + "distillation_loss."
@@ -68,7 +74,12 @@ def _distillation(t: Translation) -> None:
         raise t.refuse(D + "teacher_models", f"{len(own)} models", "a run has one teacher")
     ((name, path),) = own.items()
     t.put("teacher.path", str(path), name)
-    t.put("algorithm.name", "on_policy_distillation", D + "enabled", loss + "use_policy_gradient")
+    t.put(
+        "algorithm.name",
+        "on_policy_distillation",
+        D + "enabled",
+        *(loss + key for key in ("use_policy_gradient", "use_task_rewards")),
+    )
     t.put("algorithm.advantage", {"type": "reverse_kl"}, loss + "loss_mode")
     t.put("algorithm.ratio", {"type": "token", "clamp": 20.0}, loss + "policy_loss_mode")
     bounds = {"low": t.number(loss + "clip_ratio_low"), "high": t.number(loss + "clip_ratio_high")}
@@ -76,8 +87,9 @@ def _distillation(t: Translation) -> None:
     t.put("algorithm.clip", {"type": "ppo", **bounds, "dual": 3.0}, loss + "policy_loss_mode", *clips)
     _aggregation(t, forced=False)
     if (most := t(loss + "loss_max_clamp")) is not None:
-        t.differ("distance of a token to the teacher", f"at most {most} (loss_max_clamp)", "not bounded")
-    t.differ("log-probs in this distance", "those of each update", "those at the start of the step")
+        t.differ("distance of a token to the teacher", f"at most {loss}loss_max_clamp={most}", "not bounded")
+    if updates_per_step(t) > 1:
+        t.differ("log-probs in this distance", "those of each update", "those at the start of the step")
     t.leave(loss + "log_prob_min_clamp", "for loss_mode=forward_kl_topk")
     t.leave(loss + "topk", "for loss_mode=forward_kl_topk")
     t.leave("algorithm.adv_estimator", "rewards are logged, and not trained on")
