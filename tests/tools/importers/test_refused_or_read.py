@@ -136,6 +136,9 @@ def test_the_config_of_config_name_is_read(read: Read, tmp_path: Path) -> None:
     text = f'DIR="$(pwd)"\n{PPO} --config-path="$DIR/conf" --config-name=mine'
     for place in ("a.sh", "scripts/deep/a.sh"):
         assert read(text, place).config.rollout.completions_per_prompt == 16
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "theirs.yaml").write_text(config % "")
+    assert read(f"{PPO} --config-name=theirs", "a.sh").config.rollout.completions_per_prompt == 16
     (tmp_path / "conf" / "mine.yaml").write_text(config % ", multi_turn: {enable: True}")
     with pytest.raises(ConfigError, match=r"multi_turn\.enable"):
         read(text, "a.sh")
