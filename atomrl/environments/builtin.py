@@ -47,6 +47,7 @@ ENVIRONMENTS = {
     "places": BuiltIn("atomrl.environments.builtin.places"),
     "search_r1": BuiltIn("atomrl.environments.builtin.search_r1", scored_by="search_r1_em"),
     "tools": BuiltIn("atomrl.environments.tools.call_tools"),
+    "verl": BuiltIn("atomrl.environments.verl.verl", check="atomrl.environments.verl.check", scored_by="gsm8k"),
     "gymnasium": BuiltIn(f"{_ADAPTERS}.gymnasium", "gymnasium", f"{_ADAPTERS}.check_gymnasium", begins=True),
     "textarena": BuiltIn(f"{_ADAPTERS}.textarena", "textarena", begins=True),
     "textworld": BuiltIn(f"{_ADAPTERS}.textworld", "textworld", begins=True),

@@ -61,7 +61,7 @@ def call_tools(
         opening = "".join(one.reset(problem) for one in objects)
         text = yield Reply(text=opening, role="user") if objects else None
         while calls := find_calls(text, form, schemas):
-            text = yield _answer_calls(calls, by_name)
+            text = yield answer_calls(calls, by_name)
         rewards = [one.thread.run(one.object.get_reward) for one in objects if hasattr(one.object, "get_reward")]
         return float(sum(rewards)) if rewards else None
 
@@ -170,7 +170,7 @@ def _fixed_arguments(function: Callable[..., Any], tool: Mapping[str, Any]) -> d
 
 
 @dataclass(frozen=True)
-class _Tool:
+class Tool:
     """A callable tool of one episode."""
 
     call: Callable[..., Any]
@@ -180,22 +180,22 @@ class _Tool:
     """Thread of the object, whose methods are called one after the other."""
 
 
-def _make_tools(tools: Sequence[Mapping[str, Any]], stack: ExitStack) -> tuple[dict[str, _Tool], list[_Object]]:
+def _make_tools(tools: Sequence[Mapping[str, Any]], stack: ExitStack) -> tuple[dict[str, Tool], list[_Object]]:
     """Return the tools of an episode by name, and the objects that were made for it."""
-    by_name: dict[str, _Tool] = {}
+    by_name: dict[str, Tool] = {}
     objects = []
     for tool in tools:
         limit = tool["timeout_s"]
         if tool["mcp"]:
             server = connected(tool)
-            by_name |= {name: _Tool(functools.partial(server.call, name), None) for name in server.names}
+            by_name |= {name: Tool(functools.partial(server.call, name), None) for name in server.names}
         elif inspect.isclass(function := find_function(tool["function"])):
             objects.append(one := _Object(functools.partial(function, **tool["args"]), stack))
             for method in _functions(tool):
                 bound = _validated(getattr(one.object, method.__name__), {})
-                by_name[method.__name__] = _Tool(bound, limit, one.thread)
+                by_name[method.__name__] = Tool(bound, limit, one.thread)
         else:
-            by_name[function.__name__] = _Tool(_validated(function, _fixed_arguments(function, tool)), limit)
+            by_name[function.__name__] = Tool(_validated(function, _fixed_arguments(function, tool)), limit)
     return by_name, objects
 
 
@@ -230,7 +230,7 @@ class _Object:
         return str(self.thread.run(lambda: self.object.reset(**row)) or "")
 
 
-def _answer_calls(calls: Sequence[Call], by_name: Mapping[str, _Tool]) -> list[Reply]:
+def answer_calls(calls: Sequence[Call], by_name: Mapping[str, Tool]) -> list[Reply]:
     """Make all calls of a turn, and return a message for each, in order. Calls run in parallel, except those of one
     object."""
     groups: dict[Any, list[int]] = {}
@@ -250,7 +250,7 @@ def _answer_calls(calls: Sequence[Call], by_name: Mapping[str, _Tool]) -> list[R
     return [replies[index] for index in range(len(calls))]
 
 
-def _answer_call(call: Call, by_name: Mapping[str, _Tool]) -> Reply:
+def _answer_call(call: Call, by_name: Mapping[str, Tool]) -> Reply:
     """Make a call. Errors that the model can correct become a reply; those of services are raised."""
 
     def error_reply(label: str, message: str) -> Reply:
@@ -282,7 +282,7 @@ def _answer_call(call: Call, by_name: Mapping[str, _Tool]) -> Reply:
         return error_reply("error", f"{call.name}: {describe_error(error)}")
 
 
-def _uses_own_service(tool: _Tool, call: Call) -> bool:
+def _uses_own_service(tool: Tool, call: Call) -> bool:
     """Return True if a failing service is the tool's own, and not behind a URL that the model wrote, which may never
     exist. MCP servers report such URLs themselves."""
     return tool.limit_s is None or URL.search(json.dumps(call.arguments, default=str)) is None
@@ -292,7 +292,7 @@ def _as_text(result: Any) -> str:
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
 
-def _call_with_limit(tool: _Tool, arguments: Mapping[str, Any]) -> Any:
+def _call_with_limit(tool: Tool, arguments: Mapping[str, Any]) -> Any:
     thread = tool.thread or CallThread()
     try:
         return thread.run(lambda: tool.call(**arguments), tool.limit_s)

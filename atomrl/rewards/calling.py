@@ -87,6 +87,7 @@ class Task:
             ],
             "columns": {name: [own(self.columns[name][row]) for row in self.rows] for name in names}
             | ({"completion_ids": ids} if self.scorer.ids else {}),
+            "num_turns": [num_turns(item) for item in items],
             "seed": seed,
         }
 
@@ -111,6 +112,15 @@ def _copied_problem(problem: Problem) -> Problem:
     prompt = problem.prompt if isinstance(problem.prompt, str) else tuple(map(copied, problem.prompt))
     columns, truth = {name: copied(value) for name, value in problem.columns.items()}, copied(problem.ground_truth)
     return replace(problem, prompt=prompt, ground_truth=truth, columns=columns)
+
+
+def num_turns(trajectory: Trajectory) -> int:
+    """Return the number of messages of a conversation as verl counts them, with the whole prompt as one: 2 for a
+    completion of a single turn."""
+    if trajectory.episode is None:
+        return 2
+    turns = trajectory.episode.turns
+    return 1 + len(turns) + sum(turn.reply_tokens > 0 for turn in turns)
 
 
 def columns_of(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
@@ -214,12 +224,15 @@ def call(scorer: Scorer, payload: Mapping[str, Any]) -> Outcome:
 def _call_as_verl(scorer: Scorer, payload: Mapping[str, Any], args: Mapping[str, Any]) -> Any:
     """Call a function of verl's interface with the parameters that it has: once for a batch, with their names in the
     plural, or once for each completion."""
-    columns, batch = payload["columns"], scorer.style == "compute_scores"
+    columns, turns, batch = payload["columns"], payload["num_turns"], scorer.style == "compute_scores"
     values = {
         "data_source": columns["data_source"],
         "solution_str": payload["completions"],
         "ground_truth": columns["ground_truth"],
-        "extra_info": [item or {} for item in columns.get("extra_info", [None] * len(payload["completions"]))],
+        "extra_info": [
+            {**(item or {}), "num_turns": turns} if isinstance(item or {}, Mapping) else item
+            for item, turns in zip(columns.get("extra_info", [None] * len(turns)), turns, strict=True)
+        ],
     }
     parameters = parameters_of(scorer.function) or {}
     arguments = {f"{name}s" if batch else name: column for name, column in values.items()}

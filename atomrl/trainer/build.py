@@ -326,8 +326,9 @@ def actor_model(model: ModelConfig) -> ModelConfig:
 
 def tool_schemas(config: RunConfig) -> Sequence[Mapping[str, Any]]:
     """Return the schemas of the tools in the prompt (set by `checks.with_tools`); empty without tools."""
-    args = config.environment.args if config.tools and config.environment else {}
-    return args.get("schemas", ())  # type: ignore[no-any-return]
+    if config.environment is None or config.environment.function not in ("tools", "verl"):
+        return ()
+    return config.environment.args.get("schemas", ())  # type: ignore[no-any-return]
 
 
 def image_reader(config: RunConfig, path: str) -> ImageReader | None:

@@ -9,8 +9,9 @@ from typing import Any
 
 from atomrl.common.errors import nearest, reraise_as
 from atomrl.common.functions import subscripts
-from atomrl.config import ConfigError, RunConfig
+from atomrl.config import ConfigError, EnvironmentConfig, RunConfig
 from atomrl.engines.episodes import ReplyTokens
+from atomrl.environments import verl
 from atomrl.environments.builtin import ENVIRONMENTS, python
 from atomrl.environments.tool_calls import find_form
 from atomrl.environments.tools import check_rows, find_schemas, gives_reward, has_objects
@@ -23,7 +24,8 @@ log = logging.getLogger(__name__)
 
 
 def with_tools(config: RunConfig, tokenizer: Any) -> RunConfig:
-    """Complete the arguments of the environment `tools`: the tools' schemas, and the model's format of tool calls.
+    """Complete the arguments of the environments `tools` and `verl`: the tools' schemas, and the model's format of tool
+    calls.
 
     Connects to MCP servers to read the schemas, and disconnects again.
 
@@ -34,7 +36,7 @@ def with_tools(config: RunConfig, tokenizer: Any) -> RunConfig:
     if not config.tools:
         if config.environment is not None and config.environment.function == "tools":
             raise ConfigError("environment.function=tools: no tools; add the section tools")
-        return config
+        return _with_tools_of_verl(config, config.environment, tokenizer)
     assert config.environment is not None, "a config with tools has the environment `tools`"
     if config.data.chat_template == "none":
         raise ConfigError("tools: cannot be added to prompts with data.chat_template=none")
@@ -52,6 +54,21 @@ def with_tools(config: RunConfig, tokenizer: Any) -> RunConfig:
         form = find_form(tokenizer, schemas, config.data.chat_template_kwargs)
     changes = {"args": {"tools": tools, "schemas": schemas, "form": form}, "opening": has_objects(tools)}
     return config.model_copy(update={"environment": config.environment.model_copy(update=changes)})
+
+
+def _with_tools_of_verl(config: RunConfig, environment: EnvironmentConfig | None, tokenizer: Any) -> RunConfig:
+    if environment is None or environment.function != "verl":
+        return config
+    if config.data.chat_template == "none":
+        raise ConfigError("environment.function=verl: replies are messages, but data.chat_template is none")
+    args: dict[str, Any] = {**environment.args}
+    with reraise_as(ConfigError, "environment.args", ValueError):
+        for name, key in verl.FILES.items():
+            args[name] = verl.items_of(args.get(name, ()), key)
+        args["schemas"] = verl.schemas_of(args["tools"])
+        if args["schemas"]:
+            args["form"] = find_form(tokenizer, args["schemas"], config.data.chat_template_kwargs)
+    return config.model_copy(update={"environment": environment.model_copy(update={"args": args})})
 
 
 def check_environment(config: RunConfig, tokenizer: Any) -> None:
@@ -77,7 +94,9 @@ def check_environment(config: RunConfig, tokenizer: Any) -> None:
                 "below environment.timeout_s=%g, which ends the whole episode first", wall_s, settings.timeout_s,
             )  # fmt: skip
     role = settings.args.get("role", parameters["role"].default) if "role" in parameters else ""
-    role = "tool" if config.tools else role
+    roles = ["tool"] if config.tools else [role] if role else []
+    if settings.function == "verl":
+        roles = ["tool"] * bool(settings.args.get("tools")) + ["user"] * bool(settings.args.get("interactions"))
     builtin = ENVIRONMENTS.get(settings.function)
     if role and builtin and builtin.begins and not settings.opening:
         raise ConfigError(
@@ -88,8 +107,9 @@ def check_environment(config: RunConfig, tokenizer: Any) -> None:
         if settings.opening and config.data.chat_template == "none":
             raise ValueError("opening: needs messages, but data.chat_template is none; remove one of the two")
         replies = ReplyTokens(tokenizer, tool_schemas(config), config.data.chat_template_kwargs)
-        for warning in replies.check(role or "user", settings.opening) if role or settings.opening else ():
-            log.warning("environment: %s", warning)
+        for one in roles or ["user"] * settings.opening:
+            for warning in replies.check(one, settings.opening):
+                log.warning("environment: %s", warning)
 
 
 def check_outcome(config: RunConfig) -> None:
@@ -132,6 +152,9 @@ def check_columns(config: RunConfig, *splits: Sequence[Problem]) -> None:
     places: dict[tuple[str, ...], str] = {}
     for problem in chain(*splits):
         places.setdefault(tuple(problem.columns), problem.problem_id)
+        if settings.function == "verl":
+            with reraise_as(ConfigError, problem.problem_id, ValueError):
+                verl.check_row(problem, settings.args)
     for columns, place in places.items():
         if config.tools:
             with reraise_as(ConfigError, f"tools: {place}", ValueError):
