@@ -42,12 +42,12 @@ def verl(
     schemas: Sequence[Schema] = (),
     form: Form = "",
 ) -> Generator[Reply | list[Reply] | None, str, None]:
-    """Play an episode as verl's `tool_agent` does: answer tool calls with messages of the role `tool`, and turns without
-    a call with a message of the interaction's. Without an interaction such a turn ends the episode.
+    """Play an episode as verl's `tool_agent` does. Tool calls are answered with messages of the role `tool`, turns
+    without a call with the interaction's message of the role `user`; without an interaction they end the episode.
 
     The row's `extra_info.tools_kwargs.NAME.create_kwargs` is passed to the tool's `create`, and
-    `extra_info.interaction_kwargs` to the interaction whose name it has. The outcome is None: as in verl, the rewards of
-    tools and interactions are not part of the reward, which a reward function gives.
+    `extra_info.interaction_kwargs` to the interaction whose name it has. The outcome is None: as in verl, the rewards
+    of tools and interactions are not part of the reward, which a reward function gives.
 
     Args:
         tools: path of a `tool_config_path` of verl, or its items.

@@ -376,6 +376,26 @@ class Translation:
             self._read.add(name)
 
 
+def put_template(t: Translation, key: str, out: Path) -> None:
+    """Translate a chat template that a key contains: it is written to a file next to the config.
+
+    Args:
+        key: their key.
+        out: path of the config.
+
+    Raises:
+        ConfigError: the value is not a template.
+    """
+    if (template := t(key)) is None:
+        return
+    if "{" not in str(template):
+        raise t.refuse(key, template, TEMPLATE)
+    name = f"{out.stem}.jinja"
+    t.files[name] = str(template)
+    t.put("data.chat_template", str(out.parent / name), because="the template is written to that file")
+    t.carried.append(f"{key}: the template -> data.chat_template: {name}")
+
+
 def put_trackers(t: Translation) -> None:
     """Translate the trackers of `trainer.logger`; those without a counterpart are reported."""
     loggers = t("trainer.logger")

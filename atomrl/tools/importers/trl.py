@@ -11,7 +11,7 @@ from atomrl.config import ConfigError, read_yaml
 from atomrl.tools.importers import trl_arguments as trl_shared
 from atomrl.tools.importers.shell import read_script
 from atomrl.tools.importers.sources import Settings, flat_yaml, read_flags, text_of
-from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation, at_least_zero, put_gpus
+from atomrl.tools.importers.translation import Moves, Translation, at_least_zero, put_gpus, put_template
 from atomrl.tools.importers.trl_arguments import (
     NO_CLIP,
     put_engine,
@@ -785,13 +785,7 @@ def _recipe(t: Translation, out: Path) -> None:
     """Translate keys that recipes of open-r1 and alignment-handbook add to TRL's."""
     t.move({"data.prompt_field": ("dataset_prompt_column", str), "data.system_prompt": ("system_prompt", str)})
     t.move({"tracking.wandb_project": ("wandb_project", str)})
-    if (template := t("chat_template")) is not None:
-        if "{" not in str(template):
-            raise t.refuse("chat_template", template, TEMPLATE)
-        name = f"{out.stem}.jinja"
-        t.files[name] = str(template)
-        t.put("data.chat_template", str(out.parent / name), because="the template is written to that file")
-        t.carried.append(f"chat_template -> data.chat_template: {name}")
+    put_template(t, "chat_template", out)
     mixture = t.mapping("dataset_mixture")
     for name in mixture.keys() - {"datasets", "seed", "test_split_size"}:
         raise t.refuse(f"dataset_mixture.{name}", mixture[name], "supported: datasets, seed, test_split_size")

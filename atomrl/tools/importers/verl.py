@@ -10,16 +10,16 @@ from typing import Any
 
 from atomrl.common.errors import nearest
 from atomrl.config import ConfigError
-from atomrl.tools.importers import verl_sft
+from atomrl.tools.importers import verl_sft, verl_turns
 from atomrl.tools.importers.sources import Settings, read_hydra
 from atomrl.tools.importers.translation import (
     NO_PICTURES,
-    TEMPLATE,
     Moves,
     Translation,
     at_least_zero,
     files_of,
     misspelt,
+    put_template,
     put_trackers,
     run_name,
 )
@@ -37,6 +37,7 @@ from atomrl.tools.importers.verl_sft import (
     put_sizes,
     put_warmup,
 )
+from atomrl.tools.importers.verl_turns import data_sources, put_turns
 
 R, M = "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 
@@ -286,9 +287,6 @@ REASONS = {
 }  # fmt: skip
 """Key, or prefix of keys -> reason why it has no counterpart."""
 REFUSED = {
-    R + "multi_turn.enable": "turns are an environment or tools (docs/guides/environments.md, "
-    "docs/guides/tool_calling.md)",
-    "data.tool_config_path": "tools are Python functions here (docs/guides/tool_calling.md)",
     "data.video_key": "videos are not trained on",
     "data.custom_cls.path": "rows are read as docs/guides/data.md lists",
     M + "mtp.enable": "heads for several tokens are not trained",
@@ -315,8 +313,11 @@ PPO = r"(.*\.)?trainer\.main_ppo(_format|_sync|_v0)?|(.*\.)?(dapo|entropy)\.(\w+
 """Programs that train by PPO's keys: `main_ppo_format` of Search-R1, and recipes that add filters to it."""
 
 
-def translate(path: Path) -> Translation:
+def translate(path: Path, out: Path) -> Translation:
     """Translate a config or script of verl.
+
+    Args:
+        out: path of the config; a chat template is written next to it.
 
     Raises:
         ConfigError: it starts another program than `main_ppo` and the SFT trainers, or it is not a config of verl.
@@ -327,9 +328,9 @@ def translate(path: Path) -> Translation:
     elif path.suffix in (".yaml", ".yml"):
         if not any(key.startswith(("actor_rollout_ref.", "trainer.")) for key in flags):
             raise ConfigError(f"{path} has neither actor_rollout_ref nor trainer, so it is not a config of verl")
-        t = _policy(path, flags)
+        t = _policy(path, flags, out)
     elif re.fullmatch(PPO, program):
-        t = _policy(path, flags)
+        t = _policy(path, flags, out)
     else:
         nothing = ", which trains nothing" if re.search(r"main_(generation|eval)", program) else ""
         raise ConfigError(
@@ -343,14 +344,14 @@ def translate(path: Path) -> Translation:
     return t
 
 
-def _policy(path: Path, flags: Settings) -> Translation:
+def _policy(path: Path, flags: Settings, out: Path) -> Translation:
     searches = bool({"max_turns", "do_search", "retriever.url"} & flags.keys())
     old = searches or _is_old(flags)
-    defaults = DEFAULTS | (OLD_DEFAULTS if old else {}) | (SEARCH_DEFAULTS if searches else {})
+    defaults = DEFAULTS | verl_turns.DEFAULTS | (OLD_DEFAULTS if old else {}) | (SEARCH_DEFAULTS if searches else {})
     defaults |= {f"{A}optim.{key}": value for key, value in OPTIMIZERS.get(flags.get("model_engine", ""), {}).items()}
     t = Translation("verl", flags, defaults, path)
     t.version = OLD if old else VERSION
-    t.reasons = REASONS
+    t.reasons = REASONS | verl_turns.REASONS
     t.refuse_set(REFUSED)
     if t(A + "router_replay.mode") not in (None, "disabled"):
         raise t.refuse(
@@ -361,11 +362,10 @@ def _policy(path: Path, flags: Settings) -> Translation:
     for name in flags:
         if name.endswith("._target_"):
             t.leave(name, "the class of a section")
-        if name.startswith(R + "multi_turn.") and name not in REFUSED:
-            t.leave(name, "for multi_turn.enable, which is off")
     put_machines(t)
     t.move(MOVES)
-    _data(t)
+    put_turns(t)
+    _data(t, out)
     if not searches:
         _overlong_prompts(t)
     _updates(t)
@@ -481,9 +481,9 @@ def _differences(t: Translation) -> None:
     t.differ("random draws", "its own generators", "the same seed gives another order of rows and other completions")
 
 
-def _data(t: Translation) -> None:
+def _data(t: Translation, out: Path) -> None:
     t.chat_template_kwargs("data.apply_chat_template_kwargs")
-    t.refuse_set({M + "custom_chat_template": TEMPLATE})
+    put_template(t, M + "custom_chat_template", out)
     t.put("data.answer_field", "reward_model.ground_truth")
     put_sizes(t)
 
@@ -586,7 +586,7 @@ def _reward(t: Translation, searches: bool) -> None:
         rewards |= dict.fromkeys(CODE if runs else (), "code")
         t.put(
             "reward.by_data_source",
-            rewards,
+            rewards | data_sources(t),
             *(f"{place}url" for place in fusion if runs),
             because="verl selects a reward by each row's data_source; set yours for other sources",
         )
