@@ -157,8 +157,8 @@ def find_class(name: str) -> Any:
     except ValueError as error:
         if "No module named 'verl" not in str(error):
             raise
-        hint = "pip install verl, of the version that the file was written for"
-        raise ValueError(f"{error}; it is a part of verl or uses it: {hint}") from error
+        how = "pip install verl, of the version that the file was written for"
+        raise ValueError(f"{name!r} needs verl, which is not installed: {how}") from error
 
 
 def schemas_of(items: Items) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import closing
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import pytest
@@ -16,8 +17,8 @@ from atomrl.trainer.checks.environment import check_columns, check_environment, 
 from atomrl.types import Problem
 from tests.environments.my_tools import called
 from tests.environments.test_tools import assistant, conversation, played, result
+from tests.environments.verl_classes import CLASSES, tool
 from tests.templates import make_tokenizer
-from tests.tools.importers.test_verl_turns import CLASSES, tool
 
 QUIZ = {"class_name": f"{CLASSES}.Quiz", "config": {"no": "no"}}
 ROW = {
@@ -75,16 +76,16 @@ def test_an_interaction_answers_turns_without_a_call_until_it_ends_the_episode()
     assert [turn.labels for turn in item.episode.turns] == [("interaction",), ("check",), ()]
 
 
-def test_an_interaction_is_finalized_when_its_method_takes_an_id():
+@pytest.mark.parametrize(("kind", "open_at_second"), [("Quiz", 1), ("Shy", 2)])
+def test_an_interaction_is_finalized_if_its_method_takes_an_id(kind, open_at_second):
     problem = Problem(problem_id="a", prompt="Do it.", ground_truth=None, columns={"extra_info": ROW})
-    for kind in ("Quiz", "Shy"):
-        item = {**QUIZ, "class_name": f"{CLASSES}.{kind}", "name": "quiz"}
+    item = {"class_name": f"{CLASSES}.{kind}", "config": {"no": "not yet"}, "name": "quiz"}
+    for count in (1, open_at_second):  # both episodes have the same object
         episode = module.verl(problem, interactions=[item])
         next(episode)
-        assert episode.send("six")[0].role == "user"
+        (reply,) = episode.send("six")
+        assert (reply.role, reply.text) == ("user", f"not yet (2, {count})")
         episode.close()
-        (made,) = (one for one in module._all.values() if type(one.interactions.get("quiz")).__name__ == kind)
-        assert bool(made.interactions["quiz"].open) == (kind == "Shy")
 
 
 def test_a_call_that_takes_too_long_is_answered():
@@ -94,13 +95,14 @@ def test_a_call_that_takes_too_long_is_answered():
 
 
 def test_a_picture_of_a_tool_is_one_of_the_reply_and_a_video_ends_the_run():
+    pytest.importorskip("PIL", reason="pictures need Pillow")
     problem = Problem(problem_id="a", prompt="Do it.", ground_truth=None)
     items = [tool("Draw", "draw")]
     args = {"tools": items, "schemas": module.schemas_of(items), "form": "hermes"}
     episode = module.verl(problem, **args)
     next(episode)
     (reply,) = episode.send(called("draw", answer=""))
-    assert (reply.text, len(reply.images), reply.images[0].size) == ("drawn", 1, (28, 28))
+    assert (reply.text, len(reply.images), reply.images[0].size) == ("ToolSchema", 1, (28, 28))
     with closing(EnvironmentPool(EnvironmentConfig(function="verl", args=args, workers=1))) as pool:
         key = pool.start(problem, 0)
         assert pool.answers(60)
@@ -117,17 +119,30 @@ def test_a_file_of_verl_is_read_as_it_is(tmp_path):
 
 
 def test_tools_get_a_schema_of_verls_class_where_it_is_installed(monkeypatch):
+    pytest.importorskip("PIL", reason="pictures need Pillow")
+
+    class Function(BaseModel):
+        name: str
+        parameters: dict[str, object]
+
     class OpenAIFunctionToolSchema(BaseModel):
         type: str
-        function: dict[str, object]
+        function: Function
 
     for name in ("verl", "verl.tools", "verl.tools.schemas"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setattr(module, "find_spec", lambda name: name)
-    sys.modules["verl.tools.schemas"].OpenAIFunctionToolSchema = OpenAIFunctionToolSchema
-    item = tool()
-    assert type(module._schema(item)) is OpenAIFunctionToolSchema
-    assert module.schemas_of([item]) == [item["tool_schema"]]
+    monkeypatch.setattr(sys.modules["verl"], "__spec__", ModuleSpec("verl", None))
+    monkeypatch.setattr(
+        sys.modules["verl.tools.schemas"], "OpenAIFunctionToolSchema", OpenAIFunctionToolSchema, raising=False
+    )
+    items = [tool("Draw", "draw", of="verl")]
+    schemas = module.schemas_of(items)
+    assert "description" not in schemas[0]["function"]  # which the class above does not have
+    episode = module.verl(
+        Problem(problem_id="a", prompt="Do it.", ground_truth=None), tools=items, schemas=schemas, form="hermes"
+    )
+    next(episode)
+    assert episode.send(called("draw", answer=""))[0].text == "OpenAIFunctionToolSchema"
 
 
 @pytest.mark.parametrize(("args", "words"), [

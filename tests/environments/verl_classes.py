@@ -3,7 +3,15 @@
 import asyncio
 from types import SimpleNamespace
 
-from PIL import Image
+CLASSES = __name__
+
+
+def tool(kind="Check", name="check", **config):
+    """An item of verl's file of tools."""
+    parameters = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
+    function = {"name": name, "description": "Checks an answer.", "parameters": parameters}
+    schema = {"type": "function", "function": function}
+    return {"class_name": f"{CLASSES}.{kind}", "config": {"type": "native", **config}, "tool_schema": schema}
 
 
 class Tool:
@@ -39,8 +47,10 @@ class Check(Tool):
 
 class Draw(Tool):
     async def execute(self, instance_id, parameters, **kwargs):
+        from PIL import Image
+
         kind = parameters.get("kind", "image")
-        return SimpleNamespace(text="drawn", **{kind: [Image.new("RGB", (28, 28))]}), None, None
+        return SimpleNamespace(text=type(self.tool_schema).__name__, **{kind: [Image.new("RGB", (28, 28))]}), None, None
 
 
 class Quiz:

@@ -39,7 +39,6 @@ SKYRL = "uv run -m skyrl.train.entrypoints.main_base trainer.policy.model.path=m
     (PPO.replace("-m verl.trainer.main_ppo", "-m my.main_verl."), "starts my.main_verl.: supported"),
     (PPO.replace("trainer.main_ppo", "experimental.one_step.main_ppo"), "one_step.main_ppo: supported"),
     (PPO.replace("python3 -m verl.trainer.main_ppo", "run"), "starts no program of verl"),
-    (f"{PPO} actor_rollout_ref.rollout.multi_turn.enable=True", "multi_turn.enable=True"),
     (f"{PPO} --config-path=config --config-name=other", "--config-name=other is not there"),
     (f"{PPO} {DISTILLED}use_task_rewards=true", "use_task_rewards=True"),
     (f"{PPO} {DISTILLED}use_policy_gradient=false", "use_policy_gradient=False .* a distance of its own"),
@@ -139,8 +138,8 @@ def test_the_config_of_config_name_is_read(read: Read, tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "theirs.yaml").write_text(config % "")
     assert read(f"{PPO} --config-name=theirs", "a.sh").config.rollout.completions_per_prompt == 16
-    (tmp_path / "conf" / "mine.yaml").write_text(config % ", multi_turn: {enable: True}")
-    with pytest.raises(ConfigError, match=r"multi_turn\.enable"):
+    (tmp_path / "conf" / "mine.yaml").write_text(config % ", agent: {agent_loop_config_path: a.yaml}")
+    with pytest.raises(ConfigError, match=r"agent_loop_config_path=a\.yaml"):
         read(text, "a.sh")
 
 

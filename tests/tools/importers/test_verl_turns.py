@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -11,13 +10,13 @@ import yaml
 from atomrl.cli.main import main
 from atomrl.config import ConfigError
 from atomrl.tracking.reading.lines import read_metrics
+from tests.environments.verl_classes import CLASSES, tool
 from tests.tiny import make_tiny_model
 from tests.tools.importers.conftest import Read
 
 R, MODEL = "actor_rollout_ref.rollout.", "actor_rollout_ref.model.path=m"
 TURNS, AGENT = f"{R}multi_turn.", f"{R}agent."
 PPO = f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {MODEL} {TURNS}enable=True"
-CLASSES = "tests.environments.verl_classes"
 CALL = '<tool_call>{"name": "check", "arguments": {"answer": "7"}}</tool_call>'
 TEMPLATE = (
     "{% if tools %}<|user|>{% for tool in tools %}{{ tool.function.name }}{% endfor %}{% endif %}{% for message in "
@@ -26,13 +25,6 @@ TEMPLATE = (
     "{{ call.function.arguments|tojson }}}</tool_call>{% endfor %}</s>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-
-
-def tool(kind: str = "Check", name: str = "check", **config: Any) -> dict[str, Any]:
-    parameters = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
-    function = {"name": name, "description": "Checks an answer.", "parameters": parameters}
-    schema = {"type": "function", "function": function}
-    return {"class_name": f"{CLASSES}.{kind}", "config": {"type": "native", **config}, "tool_schema": schema}
 
 
 @pytest.fixture
