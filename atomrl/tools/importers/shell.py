@@ -7,7 +7,7 @@ import operator
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -82,9 +82,13 @@ class Script:
     """Notes on values that only a shell would know."""
     unknown: dict[str, str] = field(default_factory=dict)
     """Variables whose value depends on a condition that only a shell knows -> that condition."""
+    exported: dict[str, str] = field(default_factory=dict)
+    """Variables that scripts which it starts have too."""
 
 
-def read_script(text: str, source: str) -> Script:
+def read_script(
+    text: str, source: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Script:
     """Parse the commands of a shell script.
 
     Expands variables that the script sets, `${NAME:-default}`, integer arithmetic, and commands that only need the
@@ -97,6 +101,8 @@ def read_script(text: str, source: str) -> Script:
 
     Args:
         source: the script's path.
+        arguments: words after the script's name, which it has as `$1`, `$@` and so on.
+        environment: variables that are set when it is started.
 
     Raises:
         ConfigError: an unclosed quote.
@@ -107,7 +113,7 @@ def read_script(text: str, source: str) -> Script:
         >>> read_script('A=x; if [ "$A" = x ]; then N=1; else N=2; fi; train n=$N', "s.sh").commands
         [['train', 'n=1']]
     """
-    reading = _Reading(Path(source).resolve())
+    reading = _Reading(Path(source).resolve(), arguments, environment or {})
     for line in _lines(_without_documents(text, reading.variables), source):
         try:
             for part, end in _parts(line):
@@ -117,7 +123,9 @@ def read_script(text: str, source: str) -> Script:
     if reading.defaults:
         values = ", ".join(f"{name}={value}" for name, value in reading.defaults.items())
         reading.notes.append(f"environment variables are read as not set, so these are the script's defaults: {values}")
-    return Script(reading.commands, [reading.restored(note) for note in dict.fromkeys(reading.notes)], reading.unknown)
+    exported = {name: value for name in sorted(reading.exported) if (value := reading.variables.get(name)) is not None}
+    notes = [reading.restored(note) for note in dict.fromkeys(reading.notes)]
+    return Script(reading.commands, notes, reading.unknown, exported)
 
 
 def _without_documents(text: str, variables: dict[str, str]) -> str:
@@ -222,9 +230,11 @@ class _Block:
 class _Reading:
     """Interprets the parts of a script's lines; holds its variables and commands."""
 
-    def __init__(self, place: Path) -> None:
-        self.place = place
-        self.variables: dict[str, str] = {"HOME": os.path.expanduser("~"), "0": str(place)}
+    def __init__(self, place: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.place, self.arguments = place, arguments
+        self.variables: dict[str, str] = {"HOME": os.path.expanduser("~"), **environment, "0": str(place)}
+        self.variables |= {str(number): word for number, word in enumerate(arguments, start=1)}
+        self.exported = set(environment)
         self.unknown: dict[str, str] = {}
         self.kept: list[str] = []
         """Command substitutions that stay as written."""
@@ -334,8 +344,8 @@ class _Reading:
 
     def _test(self, text: str) -> bool | None:
         """Evaluate `[ a = b ]`, `[[ a == b ]]`, `(( a > b ))`, `true` and `false`; None: only a shell knows."""
-        bracket = text.startswith("[") or text.endswith("]")
-        inner = re.sub(r"^(\[\[?|\(\()|(\]\]?|\)\))$", "", text.replace("$#", "0").replace("${#@}", "0")).strip()
+        bracket, count = text.startswith("[") or text.endswith("]"), str(len(self.arguments))
+        inner = re.sub(r"^(\[\[?|\(\()|(\]\]?|\)\))$", "", text.replace("$#", count).replace("${#@}", count)).strip()
         if text.startswith("(("):
             inner = re.sub(r"(<=|>=|==|!=|<|>)", r" \1 ", inner)
             inner = re.sub(r"(?<![\w$])[A-Za-z_]\w*", r"${\g<0>}", inner)
@@ -413,6 +423,8 @@ class _Reading:
 
     def _line(self, line: str, holds: bool | None, end: str) -> bool | None:
         """Read a command or assignment, and return its result: that of a command is known only to the shell."""
+        if line.startswith("export "):
+            self.exported |= set(re.findall(r"(?<=\s)([A-Za-z_]\w*)(?=[=\s]|$)", line))
         line = _SUBSTITUTION.sub(self._substituted, line.replace("${BASH_SOURCE[0]}", "$0"))
         assigned = _ASSIGNMENT.fullmatch(line)
         if assigned and self._is_one_word(assigned["value"]):
@@ -507,6 +519,8 @@ class _Reading:
                 return token
             if token.startswith('"'):
                 inner = token[1:-1]
+                if inner in ("$@", "${@}"):
+                    return shlex.join(self.arguments)
                 if re.fullmatch(r"\$\{\w+\[[@*]\]\}", inner):  # the words of an array
                     return self.value(inner)
                 return '"' + _VARIABLE.sub(lambda v: self.value(v.group()).replace('"', '\\"'), inner) + '"'
@@ -522,8 +536,8 @@ class _Reading:
         if match["sum"] is not None:
             return self._sum(match["sum"], reference)
         inside = match["braced"] if match["braced"] is not None else match["plain"]
-        if inside in ("@", "*"):  # the script's arguments
-            return ""
+        if inside in ("@", "*"):  # without quotes: a word with spaces is several
+            return shlex.join(" ".join(self.arguments).split())
         if inside == "PWD":
             return str(self._started())
         return self._braced(_INSIDE.fullmatch(inside), reference)

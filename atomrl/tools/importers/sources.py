@@ -18,6 +18,8 @@ Settings = dict[str, Any]
 def read_hydra(path: Path, named: Sequence[str] = ()) -> tuple[Settings, list[str], str]:
     """Read a Hydra config: a YAML file, or the `key=value` words of the script's command that has the most of them.
 
+    If that command starts another script, and this is there, its command is read with the words as its arguments.
+
     Args:
         named: names of `--config-name` that are the library's own configs, so that they are not read.
 
@@ -29,14 +31,38 @@ def read_hydra(path: Path, named: Sequence[str] = ()) -> tuple[Settings, list[st
     """
     if path.suffix in (".yaml", ".yml"):
         return _resolved(flat(read_yaml(path))), [], ""
-    script = read_script(text_of(path), str(path))
+    settings, notes, command = _command(path, (), {})
+    return _resolved(_base(path, command, named) | settings), notes, program_of(command)
+
+
+def _command(
+    path: Path, arguments: Sequence[str], environment: Mapping[str, str], depth: int = 0
+) -> tuple[Settings, list[str], list[str]]:
+    """Return the `key=value` words of a script's command that has the most of them, notes, and the command."""
+    script = read_script(text_of(path), str(path), arguments, environment)
     commands = [(settings, words) for words in script.commands if (settings := dict(_hydra_words(words)))]
     if not commands:
         raise ConfigError(f"{path}: no command with key=value in it{_elsewhere(script)}")
     settings, command = max(commands, key=lambda one: len(one[0]))
     _refuse_unknown(path, command, script)
-    base = _base(path, command, named)
-    return _resolved(base | settings), [*script.notes, *_left_out(path, len(commands))], program_of(command)
+    notes = [*script.notes, *_left_out(path, len(commands))]
+    program = program_of(command)
+    inner = next((one for one in _places(path, program) if program.endswith(".sh") and one.is_file()), None)
+    if inner is None or depth == MOST_SCRIPTS:
+        return settings, notes, command
+    place = command.index(program)
+    given = dict(word.partition("=")[::2] for word in command[:place] if re.match(r"[A-Za-z_]\w*=", word))
+    settings, more, started = _command(inner, command[place + 1 :], script.exported | given, depth + 1)
+    return settings, [f"{path.name} starts {program}, which is read with its arguments", *notes, *more], started
+
+
+MOST_SCRIPTS = 5
+"""Scripts that start one another."""
+
+
+def _places(path: Path, name: str) -> list[Path]:
+    """Return where a file may be that a script names: beside it, or in a folder above."""
+    return [parent / name for parent in path.resolve().parents]
 
 
 def program_of(command: Sequence[str]) -> str:
@@ -55,9 +81,9 @@ def _base(path: Path, command: Sequence[str], named: Sequence[str]) -> Settings:
     folder = flags.get("config-path", "")
     own = path.resolve().parent
     inside = Path(folder).relative_to(own) if folder and Path(folder).is_relative_to(own) else Path(folder)
-    places = [parent / inside for parent in path.resolve().parents] + [Path(folder)]
+    places = [*_places(path, str(inside)), Path(folder)]
     if not folder:  # Hydra's folder beside the program
-        places += [parent / "config" for parent in path.resolve().parents]
+        places += _places(path, "config")
     config = next((place / f"{name}.yaml" for place in places if (place / f"{name}.yaml").is_file()), None)
     if config is None:
         raise ConfigError(

@@ -3,11 +3,11 @@
 import json
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from atomrl.common.errors import nearest
+from atomrl.common.errors import did_you_mean, nearest
 from atomrl.config import ConfigError
 from atomrl.config.overrides import scalar
 from atomrl.config.trees import merge_trees, nest
@@ -366,6 +366,38 @@ class Translation:
                 reason = self.reason(name) or "no effect with the other settings of the file"
                 lines.append(f"{self.given(name)} ({reason})")
         return lines
+
+    def check_names(self, names: Collection[str] = (), sections: Collection[str] = ()) -> None:
+        """Refuse a key that the library does not have.
+
+        Args:
+            names: all keys of the library; one that ends in a dot stands for all keys under it. Without them, only a
+                key is refused that is a misspelling of one that was read, or of a section that is not known.
+            sections: the library's sections, if `names` is not given.
+
+        Raises:
+            ConfigError: there is such a key; the message names the nearest one.
+        """
+        under = tuple(name for name in names if name.endswith("."))
+        for name in self.settings if names else self.unread:
+            near = None if names else self._meant(name, sections)
+            if name not in names and not name.startswith(under) if names else near is not None:
+                hint = did_you_mean(name, names) if names else f"did you mean {near!r}?"
+                raise ConfigError(f"{self.place(name) or self.path}: {self.library} has no key {name!r}; {hint}")
+
+    def _meant(self, name: str, sections: Collection[str]) -> str | None:
+        """Return the key that was read, or has a reason, of which a name is a misspelling; None if there is none."""
+        known = [key.split(".") for key in self.read_keys | self.reasons.keys()]
+        parts = name.split(".")
+        near: str | None = None
+        for place, part in enumerate(parts):
+            rest = [*parts[:place], *parts[place + 1 :]]
+            like = [key[place] for key in known if len(key) == len(parts) and [*key[:place], *key[place + 1 :]] == rest]
+            if (meant := misspelt(part, like)) is not None:
+                near = ".".join([*parts[:place], meant, *parts[place + 1 :]])
+        if near is None and parts[0] not in sections:
+            near = nearest(name, [".".join(key) for key in known])
+        return near
 
     def leave_unknown(self) -> None:
         """Leave each key that is neither read nor known to the user: it may affect the training."""

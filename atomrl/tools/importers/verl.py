@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from atomrl.common.errors import nearest
 from atomrl.config import ConfigError
 from atomrl.tools.importers import verl_sft, verl_turns
 from atomrl.tools.importers.sources import Settings, read_hydra
@@ -18,7 +17,6 @@ from atomrl.tools.importers.translation import (
     Translation,
     at_least_zero,
     files_of,
-    misspelt,
     put_template,
     put_trackers,
     run_name,
@@ -339,7 +337,7 @@ def translate(path: Path, out: Path) -> Translation:
         )
     for note in notes:
         t.approximate(note)
-    _check_names(t, path)
+    t.check_names(sections=SECTIONS)
     t.leave_unknown()
     return t
 
@@ -419,23 +417,6 @@ def _search(t: Translation) -> None:
         if t(theirs) is not None:
             t.put(ours, t.integer(theirs), theirs)
     t.differ("a row over its limit", "loses its first tokens", "ends")
-
-
-def _check_names(t: Translation, path: Path) -> None:
-    """Refuse a key that verl does not have: of an unknown section, or a misspelling of a key that is read."""
-    known = [key.split(".") for key in t.read_keys | t.reasons.keys()]
-    for name in t.unread:
-        parts = name.split(".")
-        near: str | None = None
-        for place, part in enumerate(parts):
-            rest = [*parts[:place], *parts[place + 1 :]]
-            like = [key[place] for key in known if len(key) == len(parts) and [*key[:place], *key[place + 1 :]] == rest]
-            if (meant := misspelt(part, like)) is not None:
-                near = ".".join([*parts[:place], meant, *parts[place + 1 :]])
-        if near is None and parts[0] not in SECTIONS:
-            near = nearest(name, [".".join(key) for key in known])
-        if near is not None:
-            raise ConfigError(f"{path}: verl has no key {name!r}; did you mean {near!r}?")
 
 
 def _differences(t: Translation) -> None:

@@ -27,7 +27,7 @@ from atomrl.tools.importers.shell import read_script
     ('run "a;b" 2>&1 | tee log', ["tee", "log"]),
     ("cd a && run 'b && c' $((4|1)) &", ["run", "b && c", "$((4|1))"]),
     ("while true; do run a; done", ["run", "a"]),
-    ('run "$@" b', ["run", "", "b"]),
+    ('run "$@" b', ["run", "b"]),
 ])  # fmt: skip
 def test_words_of_a_script(text: str, words: list[str]) -> None:
     assert read_script(text, "s.sh").commands[-1] == words
