@@ -143,9 +143,8 @@ def import_config(
         if library == "trl":
             t = trl.translate(path, out, processes, trainer)
         else:
-            with_files = {"verl": verl.translate, "openrlhf": openrlhf.translate}
-            one = {"llamafactory": llamafactory.translate, "skyrl": skyrl.translate}
-            t = with_files[library](path, out) if library in with_files else one[library](path)
+            with_files = {"verl": verl.translate, "openrlhf": openrlhf.translate, "skyrl": skyrl.translate}
+            t = with_files[library](path, out) if library in with_files else llamafactory.translate(path)
     except ConfigError:
         raise
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
