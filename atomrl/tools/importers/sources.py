@@ -47,7 +47,7 @@ def _command(
     _refuse_unknown(path, command, script)
     notes = [*script.notes, *_left_out(path, len(commands))]
     program = program_of(command)
-    inner = next((one for one in _places(path, program) if program.endswith(".sh") and one.is_file()), None)
+    inner = next((one for one in places_of(path, program) if program.endswith(".sh") and one.is_file()), None)
     if inner is None or depth == MOST_SCRIPTS:
         return settings, notes, command
     place = command.index(program)
@@ -60,7 +60,7 @@ MOST_SCRIPTS = 5
 """Scripts that start one another."""
 
 
-def _places(path: Path, name: str) -> list[Path]:
+def places_of(path: Path, name: str) -> list[Path]:
     """Return where a file may be that a script names: beside it, or in a folder above."""
     return [parent / name for parent in path.resolve().parents]
 
@@ -81,9 +81,9 @@ def _base(path: Path, command: Sequence[str], named: Sequence[str]) -> Settings:
     folder = flags.get("config-path", "")
     own = path.resolve().parent
     inside = Path(folder).relative_to(own) if folder and Path(folder).is_relative_to(own) else Path(folder)
-    places = [*_places(path, str(inside)), Path(folder)]
+    places = [*places_of(path, str(inside)), Path(folder)]
     if not folder:  # Hydra's folder beside the program
-        places += _places(path, "config")
+        places += places_of(path, "config")
     config = next((place / f"{name}.yaml" for place in places if (place / f"{name}.yaml").is_file()), None)
     if config is None:
         raise ConfigError(

@@ -318,8 +318,8 @@ def translate_sft(t: Translation, processes: int) -> None:
         t.to_do.append(
             f"dataset_text_field={t('dataset_text_field')}: a row of text has the column `text` here: rename it"
         )
-    _batches(t, processes, rows_of_one=1)
-    _lengths(t, "truncated")
+    put_batches(t, processes, rows_of_one=1)
+    put_lengths(t, "truncated")
     t.name_of(["packing", "packing_strategy"])
     if t.flag("packing"):
         if t("max_length", "max_seq_length") is None:
@@ -345,8 +345,8 @@ def translate_dpo(t: Translation, processes: int) -> None:
     t.put("algorithm.name", "dpo")
     _losses(t)
     t.put("data.row_end", "template")
-    _batches(t, processes, rows_of_one=2)
-    _lengths(t, "truncated")
+    put_batches(t, processes, rows_of_one=2)
+    put_lengths(t, "truncated")
 
 
 def translate_kto(t: Translation, processes: int) -> None:
@@ -363,8 +363,8 @@ def translate_kto(t: Translation, processes: int) -> None:
     if kind == "kto":
         t.differ("KTO's reference point z_0", "from the completions of a forward pass", "from those of the step")
     t.put("data.row_end", "template")
-    _batches(t, processes, rows_of_one=2)
-    _lengths(t, "truncated")
+    put_batches(t, processes, rows_of_one=2)
+    put_lengths(t, "truncated")
 
 
 def _only_loss(t: Translation) -> dict[str, Any]:
@@ -379,8 +379,8 @@ def translate_orpo(t: Translation, processes: int) -> None:
     t.differ("likelihood of the chosen row", "of prompt and completion", "of the completion")
     t.put("data.row_end", "template")
     _end_again(t)
-    _batches(t, processes, rows_of_one=2)
-    _lengths(t, "truncated")
+    put_batches(t, processes, rows_of_one=2)
+    put_lengths(t, "truncated")
 
 
 def translate_cpo(t: Translation, processes: int) -> None:
@@ -403,8 +403,8 @@ def translate_cpo(t: Translation, processes: int) -> None:
     t.put("algorithm.nll", {"coefficient": likelihood}, "cpo_alpha")
     t.put("data.row_end", "template")
     _end_again(t)
-    _batches(t, processes, rows_of_one=2)
-    _lengths(t, "truncated")
+    put_batches(t, processes, rows_of_one=2)
+    put_lengths(t, "truncated")
 
 
 def _end_again(t: Translation) -> None:
@@ -548,11 +548,11 @@ def translate_reward(t: Translation, processes: int) -> None:
         because="TRL uses a column margin if the rows have one; here score_chosen and score_rejected are "
         "used too, and 0 ignores both",
     )
-    _batches(t, processes, rows_of_one=2)
-    _lengths(t, "dropped")
+    put_batches(t, processes, rows_of_one=2)
+    put_lengths(t, "dropped")
 
 
-def _batches(t: Translation, processes: int, rows_of_one: int) -> None:
+def put_batches(t: Translation, processes: int, rows_of_one: int) -> None:
     """Convert batches per process; both rows of a pair are in one forward pass."""
     each, accumulated = t.count("per_device_train_batch_size"), t.count("gradient_accumulation_steps")
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
@@ -573,7 +573,7 @@ def _batches(t: Translation, processes: int, rows_of_one: int) -> None:
         )
 
 
-def _lengths(t: Translation, overlong: str) -> None:
+def put_lengths(t: Translation, overlong: str) -> None:
     given = str(t.name_of(["max_length", "max_seq_length"]))  # max_seq_length: SFT before TRL 0.20
     length = None if t(given) is None else t.integer(given)
     mode = t("truncation_mode")

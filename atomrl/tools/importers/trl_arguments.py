@@ -490,7 +490,7 @@ def _schedule(t: Translation) -> None:
         t.put("train.min_lr_ratio", float(least or 0.0), "lr_scheduler_kwargs")
     warmup = t.number("warmup_steps") if t.is_set("warmup_steps") else 0.0
     if (0 < warmup < 1 or t.number("warmup_ratio") or (warmup and t.integer("max_steps") > 0)) and kind != "constant":
-        t.differ("first update of the warm-up", "a learning rate of 0", "that of TRL's second update")
+        t.differ("first update of the warm-up", "a learning rate of 0", f"that of {t.library}'s second update")
     if kind == "constant":  # which has no warm-up in transformers
         t.put("train.warmup_ratio", 0.0, "lr_scheduler_type")
         t.name_of(["warmup_steps", "warmup_ratio"])
