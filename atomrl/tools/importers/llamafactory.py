@@ -128,7 +128,7 @@ def translate(path: Path) -> Translation:
     t.refuse_set({**REFUSED, "chat_template": TEMPLATE})
     if tuning == "lora" and "lora_alpha" not in settings:
         t.defaults = {**t.defaults, "lora_alpha": 2 * t.count("lora_r")}
-    _name_data(t, stage)
+    columns = _name_data(t, stage)
     trl_arguments.translate_shared(t, path)
     if kind == "dpo":
         _preferences(t)
@@ -136,6 +136,8 @@ def translate(path: Path) -> Translation:
         _reward_model(t)
     else:
         which.translate(t, 1)
+    for key, column in columns.items():
+        t.put(key, column, "dataset")
     if t.flag("train_on_prompt"):
         t.put("sft.train_on", "all", "train_on_prompt")
     if kind == "kto" and t.number("pref_ftx"):
@@ -226,8 +228,9 @@ OPTIONAL = {"system": SYSTEM, "tools": ("tools",), "history": ("history",), "ima
 READ = (".json", ".jsonl", ".csv", ".parquet")
 
 
-def _name_data(t: Translation, stage: str) -> None:
-    """Set the files or data sets of the names, and the columns of their rows."""
+def _name_data(t: Translation, stage: str) -> dict[str, str]:
+    """Set the files or data sets of the names, and return our keys for the columns of their rows."""
+    columns: dict[str, str] = {}
     for name, key in (("dataset", "data.train"), ("eval_dataset", "data.eval")):
         if (value := t(name)) is None:
             continue
@@ -241,8 +244,7 @@ def _name_data(t: Translation, stage: str) -> None:
             t.to_do.append(f"{name}={value}: set {key} to the rows of these data sets: {error}")
         else:
             given = [source for source, _ in found]
-            for field, column in found[0][1].items():
-                t.put(field, column, name)
+            columns |= found[0][1]
         files = given[0] if len(given) == 1 else given
         if name == "dataset":
             t.settings["data_files"], t.own["data_files"] = files, (name, value)
@@ -251,6 +253,7 @@ def _name_data(t: Translation, stage: str) -> None:
     if t("dataset") is None:
         raise ConfigError(f"{t.path} has no dataset")
     t.leave("dataset_dir", "the folder of dataset_info.json")
+    return columns
 
 
 def _source(t: Translation, name: str, stage: str) -> tuple[str, dict[str, str]]:

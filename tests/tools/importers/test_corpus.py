@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-CONFIG = "model_name_or_path: m\ndo_train: true\nstage: {}\nfinetuning_type: full\n"
+CONFIG = "model_name_or_path: m\ndataset: d\ndo_train: true\nstage: {}\nfinetuning_type: full\n"
 
 
 def test_files_of_a_commit_are_fetched_and_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +28,7 @@ def test_files_of_a_commit_are_fetched_and_scored(tmp_path: Path, monkeypatch: p
         return git("rev-parse", "HEAD")
 
     git("init", "-q")
-    first, later = committed(good="sft"), committed(good="kto", more="rm")
+    first, later = committed(good="sft"), committed(good="ppo", more="rm")
     monkeypatch.setattr(tool, "LIST", tmp_path / "list.txt")
 
     def scored(commit: str, fetch: bool) -> list[tuple[str, str]]:

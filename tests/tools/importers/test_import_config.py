@@ -113,7 +113,7 @@ def at(imported: Imported, key: str) -> Any:
         ("a.jsonl,b.jsonl", ["a.jsonl", "b.jsonl"]), ("Org/prompts-v0.1", "Org/prompts-v0.1::train"),
         ("Org/sums --prompt_split test[:9]", "Org/sums::test[:9]"), ("./rows", "./rows"))),
     # LLaMA-Factory
-    ("model_name_or_path: m\ndo_train: true\nstage: sft\nfinetuning_type: lora\nlora_rank: 4\n"
+    ("model_name_or_path: m\ndo_train: true\ndataset: d\nstage: sft\nfinetuning_type: lora\nlora_rank: 4\n"
      "lora_target: all\nneat_packing: true", {
         "model.lora.rank": 4, "model.lora.alpha": 8.0, "model.lora.dropout": 0.0,
         "model.lora.target_modules": "all-linear", "sft.packing": "bfd"}, []),

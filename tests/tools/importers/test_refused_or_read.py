@@ -62,16 +62,29 @@ SKYRL = "uv run -m skyrl.train.entrypoints.main_base trainer.policy.model.path=m
     (f"{GRPO}reward_funcs: [cf_code]", "reward_funcs=cf_code .* supported names"),
     (f"{TRL}packing: true\nspectrum: 1", "has no argument 'spectrum'"),
     (f"{TRL}lora_modules_to_save: [lm_head]\nuse_peft: true\npacking: true", "lora_modules_to_save"),
-    (f"{LLAMA}stage: kto\nfinetuning_type: full", "stage=kto has no counterpart; supported: sft, dpo, rm"),
+    (f"{LLAMA}stage: ppo\nfinetuning_type: full", "stage=ppo has no counterpart; supported: pt, sft, dpo, kto, rm"),
+    (f"{LLAMA}stage: sft\nfinetuning_type: full\nlearning_rat: 1", r"a\.yaml:6: .* has no key .* mean 'learning_rate'"),
+    (f"{LLAMA}stage: dpo\nfinetuning_type: full\nbeta: 0.2", "a.yaml:6: LLaMA-Factory has no key 'beta'"),  # TRL's name
+    (f"{LLAMA}stage: kto\nfinetuning_type: full\npref_ftx: 0.2", "pref_ftx=0.2 .*: kto has no pairs"),
+    (f"{LLAMA}stage: dpo\nfinetuning_type: full\nld_alpha: 0.5", "ld_alpha=0.5"),
     (f"{LLAMA}stage: sft\nfinetuning_type: freeze", "finetuning_type=freeze"),
     (f"{LLAMA}stage: rm\nfinetuning_type: lora", "finetuning_type=lora has no counterpart .* without adapters"),
     (f"{LLAMA}stage: sft\nfinetuning_type: full\nfreeze_multi_modal_projector: false", "a part of the tower"),
     (f"{LLAMA}stage: sft\nfinetuning_type: lora\nquantization_bit: 3", "quantization_bit=3 .* supported: 4, 8"),
     (f"{LLAMA}stage: sft\nfinetuning_type: full\ntokenized_path: rows", "tokenized_path=rows .* remove the key"),
-    (f"{LLAMA}stage: dpo\nfinetuning_type: full\npref_loss: simpo", "pref_loss=simpo"),
+    (f"{LLAMA}stage: dpo\nfinetuning_type: full\npref_loss: kto_pair", "pref_loss=kto_pair"),
     (f"{SKYRL} generator.max_turns=3", "max_turns=3"),
     ("bash run_gsm8k.sh trainer.policy.lr=1", "starts run_gsm8k.sh of SkyRL"),
     (f"{SKYRL} environment.env_class=search", "env_class=search"),
+    (f"{SKYRL} \\\n trainer.policy.optimizer_config.lrr=1", r"a\.sh:2: SkyRL has no key .* mean '.*_config\.lr'"),
+    (f"{SKYRL} generator.gpu_memory_utilization=0.5", "mean 'generator.inference_engine.gpu_memory_utilization'"),
+    (f"{SKYRL} trainer.algorithm.overlong_buffer_len=9", "has no key 'trainer.algorithm.overlong_buffer_len'"),
+    (f"{SKYRL} trainer.algorithm.policy_loss_type=dppo", "policy_loss_type=dppo .* supported: regular"),
+    (f"{SKYRL} trainer.algorithm.policy_loss_type=rollout_is", "rollout_is .* a step has one update here"),
+    (f"{SKYRL} trainer.algorithm.dynamic_sampling.type=replace", "dynamic_sampling.type=replace"),
+    (f"{SKYRL} trainer.algorithm.off_policy_correction.sequence_mask_metric=product", "sequence_mask_metric=product"),
+    (f"{SKYRL} trainer.algorithm.use_tis=true trainer.algorithm.policy_loss_type=kl_cov", "policy_loss_type=kl_cov"),
+    (f"{SKYRL} trainer.fully_async.enabled=true", "fully_async.enabled=True .* no other program"),
     (f"{SKYRL} generator.vision_language_generator=true generator.max_turns=3", "max_turns=3"),
     (f"{SKYRL} generator.vision_language_generator=true trainer.policy.language_model_only=true",
      "language_model_only=True has no counterpart and affects training: the data have pictures"),
@@ -321,10 +334,76 @@ def test_flags_of_a_command_override_its_config(read: Read, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("stage", "kind"), [("sft", "sft"), ("dpo", "preference"), ("rm", "reward-model")])
 def test_a_stage_of_llama_factory_is_its_kind_of_run(stage: str, kind: str, read: Read) -> None:
-    imported = read(f"{LLAMA}stage: {stage}\nfinetuning_type: full\ncutoff_len: 99\nzzz: 1")
+    imported = read(f"{LLAMA}stage: {stage}\nfinetuning_type: full\ncutoff_len: 99\ntool_format: x")
     assert (imported.config.kind, imported.config.train.max_row_tokens) == (kind, 99)
     assert imported.tree["train"]["learning_rate"] == 5e-5 and imported.tree["model"]["dtype"] == "float32"
-    assert [line.partition("=")[0] for line in imported.to_do if "=" in line] == ["dataset", "zzz"]
+    assert [line.partition("=")[0] for line in imported.to_do if "=" in line] == ["dataset", "tool_format"]
+
+
+@pytest.mark.parametrize(("keys", "loss", "score", "likelihood"), [
+    ("dpo_label_smoothing: 0.1", {"type": "sigmoid", "label_smoothing": 0.1}, ("log_ratio", False), 0.0),
+    ("pref_loss: hinge\npref_ftx: 0.5", {"type": "hinge"}, ("log_ratio", False), 0.5),
+    ("pref_loss: ipo", {"type": "ipo"}, ("log_ratio", True), 0.0),
+    ("pref_loss: orpo\npref_ftx: 0.5", {"type": "odds_ratio"}, ("logprob", True), 1.5),
+    ("pref_loss: simpo", {"type": "sigmoid", "target_margin": 0.5}, ("logprob", True), 0.0),
+])  # fmt: skip
+def test_a_preference_loss_of_llama_factory(
+    keys: str, loss: dict[str, object], score: tuple[str, bool], likelihood: float, read: Read
+) -> None:
+    algorithm = read(f"{LLAMA}stage: dpo\nfinetuning_type: full\npref_beta: 0.3\n{keys}").tree["algorithm"]
+    assert algorithm["loss"] == [{"label_smoothing": 0.0, **loss, "beta": 0.3} if "label" in str(loss) else {
+        **loss, "beta": 0.3}]  # fmt: skip
+    assert tuple(algorithm["score"].values()) == score
+    assert algorithm["nll"] == {"type": "sequence_mean", "coefficient": likelihood}
+
+
+def test_pretraining_is_on_blocks_of_text_and_packing_shortens_a_block(read: Read) -> None:
+    imported = read(f"{LLAMA}stage: pt\nfinetuning_type: full\ncutoff_len: 99\nmax_length: 7")
+    assert (imported.tree["sft"]["packing"], imported.config.train.max_row_tokens) == ("wrapped", 99)
+    imported = read(f"{LLAMA}stage: sft\nfinetuning_type: full\ncutoff_len: 99\npacking: true\ntrain_on_prompt: true")
+    sft = imported.tree["sft"]
+    assert (sft["packing"], sft["train_on"], imported.config.train.max_row_tokens) == ("bfd", "all", 98)
+
+
+INFO = """{
+  "plain": {"file_name": "plain.json"},
+  "named": {"hf_hub_url": "org/named", "subset": "s", "columns": {"prompt": "question", "response": "reply"}},
+  "chat": {"file_name": "chat.jsonl", "formatting": "sharegpt", "columns": {"messages": "messages"},
+    "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}},
+  "pairs": {"file_name": "p.json", "ranking": true, "columns": {"prompt": "q", "chosen": "good", "rejected": "bad"}},
+  "labels": {"file_name": "l.json", "columns": {"prompt": "prompt", "response": "completion", "kto_tag": "ok"}},
+  "text": {"file_name": "t.jsonl", "columns": {"prompt": "text"}},
+  "films": {"file_name": "f.json", "formatting": "sharegpt", "columns": {"messages": "messages", "videos": "videos"}},
+  "odd": {"file_name": "o.txt"}
+}"""
+
+
+@pytest.mark.parametrize(("stage", "names", "train", "columns", "left"), [
+    ("sft", "plain, chat", ["plain.json", "chat.jsonl"], {}, ""),
+    ("sft", "named", "org/named:s:train", {"data.prompt_field": "question", "sft.completion_field": "reply"}, ""),
+    ("dpo", "pairs", "p.json", {"data.prompt_field": "q", "preference.chosen_field": "good",
+                                "preference.rejected_field": "bad"}, ""),
+    ("kto", "labels", "l.json", {"preference.label_field": "ok"}, ""),
+    ("pt", "text", "t.jsonl", {}, ""),
+    ("sft", "plain,named", ["plain", "named"], {}, "their rows have different columns"),
+    ("sft", "pairs", "pairs", {}, "rows of pairs are pairs, and the stage is sft"),
+    ("kto", "chat", "chat", {}, "of chat are not read as they are"),
+    ("sft", "films", "films", {}, "of films are not read as they are"),
+    ("sft", "odd", "odd", {}, "odd is o.txt; files are .json"), ("sft", "none", "none", {}, "has no 'none'"),
+])  # fmt: skip
+def test_a_data_set_of_llama_factory_is_found_with_its_columns(
+    stage: str, names: str, train: object, columns: dict[str, str], left: str, read: Read, tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(INFO)
+    text = f"{LLAMA}stage: {stage}\nfinetuning_type: full".replace("dataset: mine", f"dataset: {names}")
+    imported = read(text, "examples/a.yaml")
+    found = imported.tree["data"]["train"]
+    shown = [name.removeprefix(f"{tmp_path}/data/") for name in ([found] if isinstance(found, str) else found)]
+    assert (shown[0] if isinstance(found, str) else shown) == train
+    sections = {key.partition(".")[0]: imported.tree.get(key.partition(".")[0], {}) for key in columns}
+    assert {key: sections[key.partition(".")[0]][key.partition(".")[2]] for key in columns} == columns
+    assert left in "".join(imported.to_do) if left else not imported.to_do
 
 
 @pytest.mark.parametrize("text", [
@@ -340,11 +419,82 @@ def test_the_report_has_the_names_of_the_file(text: str, read: Read) -> None:
 
 
 def test_skyrl_counts_prompts_in_its_mini_batches(read: Read) -> None:
-    keys = "trainer.policy_mini_batch_size=8 trainer.train_batch_size=16 generator.n_samples_per_prompt=4 zzz.y=1"
+    keys = "trainer.policy_mini_batch_size=8 trainer.train_batch_size=16 generator.n_samples_per_prompt=4 "
+    keys += "trainer.algorithm.dynamic_sampling.type=filter trainer.policy.model.lora.init_method=zero"
     imported = read(f': "${{N:=2}}"\n{SKYRL} {keys} trainer.placement.policy_num_gpus_per_node=$N', "a.sh")
     assert (imported.config.train.rows_per_update, imported.config.rollout.prompts_per_step) == (32, 16)
     assert (imported.gpus, imported.tree["algorithm"]["kl"]["coefficient"]) == (2, 0.001)
-    assert [line.partition("=")[0] for line in imported.to_do] == ["zzz.y"]
+    assert imported.tree["algorithm"]["group_filter"] == "mixed_outcomes"
+    assert [line.partition("=")[0] for line in imported.to_do] == ["trainer.policy.model.lora.init_method"]
+
+
+A = "trainer.algorithm."
+CORRECTION = f"{A}off_policy_correction."
+
+
+@pytest.mark.parametrize(("keys", "ratio", "clip", "more"), [
+    ("", "token", {"type": "ppo", "low": 0.2, "high": 0.2, "dual": None}, {}),
+    ("policy_loss_type=dual_clip", "token", {"type": "ppo", "low": 0.2, "high": 0.2, "dual": 3.0}, {}),
+    ("policy_loss_type=gspo", "sequence_token", {"type": "ppo", "low": 0.2, "high": 0.2, "dual": None}, {}),
+    ("policy_loss_type=sapo", "token", {"type": "sapo", "tau_positive": 1.0, "tau_negative": 1.05}, {}),
+    ("policy_loss_type=cispo", "token", {"type": "cispo", "low": 1.0, "high": 4.0}, {}),
+    ("policy_loss_type=clip_cov", "token", {"type": "ppo", "low": 0.2, "high": 0.2, "dual": None},
+     {"token_filter": {"type": "clip_cov", "fraction": 2e-4, "low": 1.0, "high": 5.0}}),
+    ("policy_loss_type=kl_cov", "token", {"type": "none"},
+     {"token_filter": {"type": "kl_cov", "fraction": 0.2, "coefficient": 1.0}}),
+    (f"use_tis=true {A}tis_imp_ratio_cap=2", "token", None, {"rollout_is": [{"type": "token_tis", "high": 2.0}]}),
+    (f"loss_reduction=prompt_mean {CORRECTION}tis_ratio_type=sequence {CORRECTION}sequence_mask_metric=geometric",
+     "token", None, {"loss_agg": {"type": "prompt_mean"}, "rollout_is": [
+         {"type": "sequence_tis", "high": 5.0}, {"type": "sequence_mask", "low": 0.99, "high": 1.01}]}),
+    ("advantage_estimator=maxrl", "token", None, {"advantage": {"type": "maxrl", "eps": 1e-6}}),
+])  # fmt: skip
+def test_a_loss_of_skyrl(
+    keys: str, ratio: str, clip: dict[str, object] | None, more: dict[str, object], read: Read
+) -> None:
+    algorithm = read(f"{SKYRL} trainer.seed=1 {A if keys else ''}{keys}").tree["algorithm"]
+    assert algorithm["ratio"]["type"] == ratio
+    assert clip in (None, algorithm["clip"])
+    assert {key: algorithm[key] for key in more} == more
+
+
+def test_dapo_of_skyrl_has_its_penalty_and_aimes_reward(read: Read, tmp_path: Path) -> None:
+    program = SKYRL.replace("skyrl.train.entrypoints.main_base", "examples.train.algorithms.dapo.main_dapo")
+    keys = "environment.env_class=aime generator.apply_overlong_filtering=true trainer.max_training_steps=10"
+    imported = read(f"{program} {keys} trainer.policy.optimizer_config.num_warmup_steps=4")
+    shaping = {"soft_overlong": True, "overlong_buffer_tokens": 512, "overlong_penalty": 1.0, "mask_truncated": True}
+    assert (imported.tree["algorithm"]["shaping"], imported.tree["train"]["warmup_ratio"]) == (shaping, 0.1)
+    assert imported.tree["data"]["answer_field"] == "reward_model.ground_truth" and not imported.to_do
+    (tmp_path / "a_rewards.py").write_text(imported.files["a_rewards.py"])
+    reward = find_function(f"{tmp_path}/a_rewards.py:aime")
+    texts = ["Answer: 3, no.\nAnswer: $\\boxed{1,024}$.", "answer : x = 1024", "1024", "Answer: 1024" + " " * 300]
+    assert reward(completions=texts, ground_truth=["1024"] * 4) == [1.0, 1.0, -1.0, -1.0]
+
+
+@pytest.mark.parametrize(("loss", "weight"), [
+    ("rollout_is trainer.algorithm.eps_clip_high=4", {"type": "token_mis", "low": 0.8, "high": 5.0}),
+    (f"cispo {A}cispo.cispo_anchor=rollout", {"type": "token_tis", "low": 0.0, "high": 5.0}),
+])  # fmt: skip
+def test_an_asynchronous_run_of_skyrl(loss: str, weight: dict[str, object], read: Read) -> None:
+    program = SKYRL.replace("skyrl.train.entrypoints.main_base", "examples.train.fully_async.main_fully_async")
+    keys = "trainer.fully_async.enabled=true trainer.train_batch_size=8 trainer.policy_mini_batch_size=8"
+    imported = read(f"{program} {keys} {A}policy_loss_type={loss}")
+    assert imported.config.asynchronous is not None and imported.config.asynchronous.max_staleness == 4
+    algorithm = imported.tree["algorithm"]
+    assert (algorithm["clip"], algorithm["rollout_is"]) == ({"type": "reinforce"}, [weight])
+
+
+def test_a_script_that_starts_another_is_read_with_its_arguments(read: Read, tmp_path: Path) -> None:
+    (tmp_path / "base.sh").write_text(
+        f': "${{N:=4}}"\n{SKYRL} trainer.epochs=$N trainer.seed=$SEED trainer.run_name=$1 "$@"\n'
+    )
+    text = "export SEED=7\nN=3 bash runs/base.sh trainer.epochs=2 trainer.run_name='a b' trainer.ckpt_interval=$N"
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "base.sh").rename(tmp_path / "runs" / "base.sh")
+    imported = read(f"N=9\n{text}", "scripts/a.sh", "skyrl")
+    config = imported.config
+    assert (config.train.total_epochs, config.seed, config.run_name) == (2, 7, "a b")
+    assert config.checkpoint.every_steps == 9
+    assert "a.sh starts runs/base.sh, which is read with its arguments" in imported.approximated
 
 
 def test_pictures_are_those_of_their_column(read: Read) -> None:
