@@ -63,7 +63,7 @@ REFUSED: Mapping[str, str] = {
     "use_llama_pro": "all weights, or adapters, are trained",
     **dict.fromkeys((
         "use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon", "use_dft_loss", "use_asft_loss",
-        "use_eaft_loss", "loraplus_lr_ratio", "pissa_init", "enable_fp8_training", "fp8",
+        "use_eaft_loss", "loraplus_lr_ratio", "pissa_init", "fp8",
     ), "the optimizer is AdamW, adapters are plain LoRA, and every token has the same weight"),
 }  # fmt: skip
 REASONS: Mapping[str, str] = {
