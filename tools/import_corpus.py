@@ -18,7 +18,7 @@ from atomrl.config import ConfigError
 from atomrl.tools.importers import import_config
 
 LIST = Path(__file__).with_suffix(".txt")
-READ = "*.sh", "*.yaml", "*.yml", "*.py", "*.jinja"
+READ = "*.sh", "*.yaml", "*.yml", "*.py", "*.jinja", "dataset_info.json"
 
 
 def fetch(checkouts: Path, source: str = "https://github.com") -> None:

@@ -35,7 +35,7 @@ GENERATION = (
 DEFAULTS: Settings = {
     "learning_rate": 5e-5, "max_length": 2048, "bf16": False, "optim": "adamw_torch", "lora_r": 8, "lora_dropout": 0.0,
     "lora_target_modules": "all-linear", "assistant_only_loss": True, "pref_loss": "sigmoid", "pref_ftx": 0.0,
-    "simpo_gamma": 0.5, "train_on_prompt": False, "dataset_dir": "data",
+    "simpo_gamma": 0.5, "train_on_prompt": False, "dataset_dir": "data", "logging_steps": 500,
 }  # fmt: skip
 """Defaults by which it differs from TRL."""
 REFUSED: Mapping[str, str] = {

@@ -215,6 +215,7 @@ REASONS = {
     A + "dynamic_sampling.max_sample_batches": "a limit after which SkyRL ends the run with an error",
     A + "zero_variance_filter_tol": "for zero_variance_filter, which is off",
     A + "dppo.": "for policy_loss_type=dppo",
+    "trainer.mtp.": "for trainer.mtp.enabled, which is off",
 }  # fmt: skip
 REFUSED = {
     A + "zero_variance_filter": "algorithm.group_filter replaces such groups: set it by hand",
@@ -395,8 +396,10 @@ def _evaluation(t: Translation) -> None:
 
 def _adapters(t: Translation) -> None:
     names = [f"{P}model.lora.{name}" for name in ("rank", "alpha", "dropout", "target_modules")]
-    t.name_of(names)
+    method = P + "model.lora.init_method"
+    t.name_of([*names, method])
     if t.integer(names[0]):
+        t.choice(method, t(method), {None: "", "kaiming": ""})
         t.put("model.lora.rank", t.integer(names[0]), names[0])
         t.put("model.lora.alpha", t.number(names[1]), names[1])
         t.put("model.lora.dropout", t.number(names[2]), names[2])

@@ -10,6 +10,7 @@ import yaml
 
 from atomrl.common.functions import find_function
 from atomrl.config import ConfigError
+from atomrl.tools.importers import llamafactory, names, skyrl
 from tests.tools.importers.conftest import Read
 
 PPO = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=m"
@@ -420,12 +421,12 @@ def test_the_report_has_the_names_of_the_file(text: str, read: Read) -> None:
 
 def test_skyrl_counts_prompts_in_its_mini_batches(read: Read) -> None:
     keys = "trainer.policy_mini_batch_size=8 trainer.train_batch_size=16 generator.n_samples_per_prompt=4 "
-    keys += "trainer.algorithm.dynamic_sampling.type=filter trainer.policy.model.lora.init_method=zero"
+    keys += "trainer.algorithm.dynamic_sampling.type=filter generator.eval_sampling_params.stop=x"
     imported = read(f': "${{N:=2}}"\n{SKYRL} {keys} trainer.placement.policy_num_gpus_per_node=$N', "a.sh")
     assert (imported.config.train.rows_per_update, imported.config.rollout.prompts_per_step) == (32, 16)
     assert (imported.gpus, imported.tree["algorithm"]["kl"]["coefficient"]) == (2, 0.001)
     assert imported.tree["algorithm"]["group_filter"] == "mixed_outcomes"
-    assert [line.partition("=")[0] for line in imported.to_do] == ["trainer.policy.model.lora.init_method"]
+    assert [line.partition("=")[0] for line in imported.to_do] == ["generator.eval_sampling_params.stop"]
 
 
 A = "trainer.algorithm."
@@ -516,3 +517,13 @@ def test_pictures_are_those_of_their_column(read: Read) -> None:
         assert skyrl.tree["model"].get("freeze_vision") is frozen and not skyrl.to_do
     alone = read(f"{SKYRL} trainer.policy.language_model_only=true").tree["model"]
     assert "freeze_vision" not in alone
+
+
+def test_the_keys_that_are_read_are_keys_of_the_library() -> None:
+    moved = [name for name, _ in skyrl.MOVES.values() if isinstance(name, str)]
+    of_skyrl = {*skyrl.DEFAULTS, *skyrl.REASONS, *skyrl.REFUSED, *moved}
+    of_llama = {*llamafactory.RENAMED, *llamafactory.REFUSED, *llamafactory.GENERATION, *llamafactory.REASONS}
+    for read, known in ((of_skyrl, names.SKYRL), (of_llama - {"generate."}, names.LLAMA_FACTORY)):
+        assert len(known) > 300
+        assert not [name for name in read if name not in known
+                    and not (name.endswith((".", "_")) and any(one.startswith(name) for one in known))]  # fmt: skip
