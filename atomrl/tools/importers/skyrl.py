@@ -434,6 +434,7 @@ def _advantage(t: Translation) -> None:
         advantage = {"type": "grpo", "eps": 1e-6} if t.flag(A + "grpo_norm_by_std") else {"type": "grpo_no_std"}
     elif kind == "maxrl":
         advantage |= {"eps": 1e-6}
+        t.differ("advantage of a group whose mean reward is below 0", "divided by that mean", "0")
     elif kind in ("gae", "reinforce_pp"):
         advantage |= {"gamma": t.number(A + "gamma")}
     if kind == "gae":

@@ -53,6 +53,8 @@ def at(imported: Imported, key: str) -> Any:
     (f"{DPO} --label_smoothing 0.1", {"algorithm.loss.0.label_smoothing": None}, ["which is cDPO"]),
     (f"{DPO} --f_divergence_type alpha_divergence", {
         "algorithm.score": {"type": "log_ratio", "divergence": "alpha_divergence", "alpha": 0.5}}, []),
+    ("trl cpo --model_name_or_path m --dataset_name a/b --loss_type simpo --cpo_alpha 0", {
+        "algorithm.nll": {"coefficient": 0.0}, "algorithm.loss.0.target_margin": 0.5}, []),
     (f"{SFT} --packing --dataset_text_field text", {"sft.packing": "bfd"}, ["sft.train_on"]),
     (f"{SFT} --dataset_name a/b --dataset_config c --dataset_test_split dev --eval_strategy steps",
      {"data.train": "a/b:c:train", "data.eval": "a/b:c:dev"}, []),
