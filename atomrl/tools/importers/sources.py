@@ -47,7 +47,7 @@ def _command(
     _refuse_unknown(path, command, script)
     notes = [*script.notes, *_left_out(path, len(commands))]
     program = program_of(command)
-    inner = next((one for one in places_of(path, program) if program.endswith(".sh") and one.is_file()), None)
+    inner = _started(path, program)
     if inner is None or depth == MOST_SCRIPTS:
         return settings, notes, command
     place = command.index(program)
@@ -58,6 +58,23 @@ def _command(
 
 MOST_SCRIPTS = 5
 """Scripts that start one another."""
+
+
+def _started(path: Path, program: str) -> Path | None:
+    """Return the shell script that a program is; None if it is none, or not there."""
+    return next((one for one in places_of(path, program) if program.endswith(".sh") and one.is_file()), None)
+
+
+def scripts_of(path: Path) -> list[Path]:
+    """Return a file and, for a shell script, the scripts that it starts and that are there."""
+    found = [path]
+    for one in found:
+        commands = read_script(text_of(one), str(one)).commands if one.suffix == ".sh" else []
+        inner = [_started(one, program_of(words)) for words in commands]
+        found += [script for script in inner if script is not None and script not in found][:MOST_SCRIPTS]
+        if len(found) > MOST_SCRIPTS:
+            break
+    return found
 
 
 def places_of(path: Path, name: str) -> list[Path]:

@@ -11,7 +11,7 @@ from atomrl.common.errors import did_you_mean, nearest
 from atomrl.config import ConfigError
 from atomrl.config.overrides import scalar
 from atomrl.config.trees import merge_trees, nest
-from atomrl.tools.importers.sources import Settings, text_of
+from atomrl.tools.importers.sources import Settings, scripts_of, text_of
 
 
 def same(value: Any) -> Any:
@@ -141,10 +141,11 @@ class Translation:
         name = self.own.get(name, (name,))[0]
         for word in (name, name.rpartition(".")[2]):
             pattern = rf"^[^#]*(?<![\w.-])(--)?\+*{re.escape(word).replace('_', '[-_]')}(?![\w.-])"
-            lines = text_of(self.path).splitlines()
-            matches = [number for number, line in enumerate(lines, start=1) if re.search(pattern, line)]
-            if len(matches) == 1:
-                return f"{self.path}:{matches[0]}"
+            for path in scripts_of(self.path):
+                lines = text_of(path).splitlines()
+                matches = [number for number, line in enumerate(lines, start=1) if re.search(pattern, line)]
+                if len(matches) == 1:
+                    return f"{path}:{matches[0]}"
         return str(self.path)
 
     def number(self, name: str) -> float:

@@ -496,6 +496,9 @@ def test_a_script_that_starts_another_is_read_with_its_arguments(read: Read, tmp
     assert (config.train.total_epochs, config.seed, config.run_name) == (2, 7, "a b")
     assert config.checkpoint.every_steps == 9
     assert "a.sh starts runs/base.sh, which is read with its arguments" in imported.approximated
+    (tmp_path / "runs" / "base.sh").write_text(f"{SKYRL} \\\n  trainer.epoch=2 $@\n")
+    with pytest.raises(ConfigError, match=r"runs/base\.sh:2: SkyRL has no key 'trainer.epoch'; .* 'trainer.epochs'"):
+        read(text, "scripts/a.sh", "skyrl")
 
 
 def test_pictures_are_those_of_their_column(read: Read) -> None:
