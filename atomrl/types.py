@@ -53,6 +53,9 @@ class Reply:
     images: Sequence[Any] = ()
     """Pictures, one for each `<image>` in the text, or before the text if it has none: images of Pillow, the bytes of
     files, or paths. `environment.images` allows them."""
+    special_tokens: bool = False
+    """Special tokens that the text spells, such as `<|im_end|>`, are those tokens. Leave it off for texts that you did
+    not write: a document could end a turn."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,7 +107,7 @@ class Here:
     def waiting(self) -> bool:
         return bool(self.due)
 
-    def start(self, sample: Problem, seed: int) -> int:
+    def start(self, sample: Problem, seed: int, rendered: str = "") -> int:
         self.episodes.append(babble(sample, role=self.role, plain=self.plain))
         self.say(len(self.episodes) - 1, "")
         return len(self.episodes) - 1

@@ -64,8 +64,8 @@ class ReplyTokens:
     A raw reply is its text. A message is rendered by the chat template: a short conversation with placeholders is
     rendered with the reply at its end, and everything after the assistant's placeholder is the reply's text. The
     end-of-turn token is left out if the model wrote it itself, but not the line break after it. Text of special tokens
-    within a reply is encoded as text, so no document or tool can end a turn; added tokens that are not special stay
-    tokens.
+    within a reply is encoded as text, so no document or tool can end a turn, unless the reply has `special_tokens`;
+    added tokens that are not special stay tokens.
 
     Each `<image>` in a reply with pictures becomes the tokens of one, as in a prompt.
 
@@ -120,7 +120,10 @@ class ReplyTokens:
         elif role:
             texts = self._cut(texts, most)
         for name, token in names.items():
-            texts = [text.replace(token, name) for text in texts]
+            texts = [
+                text if reply.special_tokens else text.replace(token, name)
+                for reply, text in zip(replies, texts, strict=True)
+            ]
         before = "" if last_token is None else str(self.tokenizer.convert_ids_to_tokens(last_token))
         if not role:
             before, after = "", "".join(texts)
@@ -419,10 +422,7 @@ class EpisodeEngine(RolloutEngine):
             names.add(request.request_id)
         try:
             for request in requests:
-                assert request.problem is not None
-                episode = _RunningEpisode(
-                    request, self.pool.start(request.problem, request.seed), list(request.prompt_token_ids)
-                )
+                episode = _RunningEpisode(request, self._start(request), list(request.prompt_token_ids))
                 self.held[request.request_id] = self.by_key[episode.key] = episode
         except BaseException:
             self.abort([request.request_id for request in requests])
@@ -468,12 +468,17 @@ class EpisodeEngine(RolloutEngine):
     def _restart(self, episode: _RunningEpisode) -> None:
         """Restart an episode from its prompt."""
         request = episode.request
-        assert request.problem is not None
         del self.by_key[episode.key]
         self._forget_cache(episode)
-        key = self.pool.start(request.problem, request.seed)
+        key = self._start(request)
         restarted = _RunningEpisode(request, key, list(request.prompt_token_ids))
         self.held[request.request_id] = self.by_key[key] = restarted
+
+    def _start(self, request: GenerationRequest) -> int:
+        """Start the environment of an episode, and return its key."""
+        assert request.problem is not None
+        rendered = str(self.tokenizer.decode(list(request.prompt_token_ids), clean_up_tokenization_spaces=False))
+        return self.pool.start(request.problem, request.seed, rendered)
 
     def take_turns(self, outputs: Iterable[GenerationOutput]) -> None:
         """Pass finished turns of the model to the environment."""

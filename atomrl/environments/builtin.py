@@ -52,6 +52,7 @@ ENVIRONMENTS = {
     "textarena": BuiltIn(f"{_ADAPTERS}.textarena", "textarena", begins=True),
     "textworld": BuiltIn(f"{_ADAPTERS}.textworld", "textworld", begins=True),
     "skyrl_gym": BuiltIn(f"{_ADAPTERS}.skyrl_gym", "skyrl-gym"),
+    "openrlhf_agent": BuiltIn(f"{_ADAPTERS}.openrlhf_agent", check=f"{_ADAPTERS}.check_openrlhf_agent"),
     "openenv": BuiltIn(f"{_ADAPTERS}.openenv", "openenv-core", begins=True),
     "reasoning_gym": BuiltIn(f"{_ADAPTERS}.reasoning_gym_retries", "reasoning-gym"),
 }

@@ -79,8 +79,12 @@ class EnvironmentPool(WorkerPool["_Worker"]):
         """True if an answer is awaited."""
         return bool(self._answers or self._pending)
 
-    def start(self, problem: Problem, seed: int) -> int:
+    def start(self, problem: Problem, seed: int, rendered: str = "") -> int:
         """Start an episode and return its key. Its first answer is the environment's opening.
+
+        Args:
+            seed: of the completion.
+            rendered: text of the prompt's tokens.
 
         Raises:
             EpisodeError: the problem cannot be pickled.
@@ -91,7 +95,7 @@ class EnvironmentPool(WorkerPool["_Worker"]):
         with reraise_as(
             EpisodeError, f"environment: problem {problem.problem_id!r} cannot be sent to a worker", Exception
         ):
-            request = Start(self._keys, settings.function, dict(settings.args), problem, seed, max_characters)
+            request = Start(self._keys, settings.function, dict(settings.args), problem, seed, max_characters, rendered)
             start = pickle.dumps(request)
         episode = self.episodes[self._keys] = self._pending[self._keys] = _Episode(self._keys, start)
         self._unassigned.append(episode)

@@ -73,6 +73,8 @@ class Start(NamedTuple):
     seed: int
     max_characters: int
     """Replies are cut to this many characters."""
+    rendered: str
+    """Text of the prompt's tokens."""
 
 
 class Say(NamedTuple):
@@ -193,7 +195,7 @@ def _run_episode(
             sending.release()
 
     try:
-        outcome = play(function, start.problem, start.args, start.seed, send)
+        outcome = play(function, start.problem, start.args, start.seed, send, start.rendered)
         answer(start.key, "end", outcome, time.perf_counter() - began)
     except Closed:
         if cut:  # the environment caught `Cut` and sent another reply
@@ -221,7 +223,7 @@ def find_environment(name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
 
     Args:
         name: a key of `ENVIRONMENTS`, `my_module.f`, or `./my_file.py:f`.
-        args: its arguments besides the problem (and `seed`, which it may take).
+        args: its arguments besides the problem (and `seed` and `rendered`, which it may take).
 
     Raises:
         EpisodeError: it does not exist, does not accept `args`, or cannot be played on this machine.
@@ -250,7 +252,7 @@ def find_environment(name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
     positional = [] if _is_class(function) else [None] * (2 if is_async else 1)
     signature = inspect.signature(function)
     try:
-        signature.bind(*positional, **args, **_seed_argument(signature.parameters, args, 0))
+        signature.bind(*positional, **args, **_own_arguments(signature.parameters, args, 0, ""))
     except TypeError as error:
         raise EpisodeError(f"args: {name!r} has the parameters {signature}: {error}") from error
     if built_in:
@@ -286,21 +288,33 @@ def _is_class(function: Callable[..., Any]) -> bool:
     return inspect.isclass(function) and all(callable(getattr(function, part, None)) for part in ("reset", "step"))
 
 
-def _seed_argument(parameters: Mapping[str, Any], args: Mapping[str, Any], seed: int) -> dict[str, int]:
-    return {"seed": seed} if "seed" in parameters and "seed" not in args else {}
+def _own_arguments(
+    parameters: Mapping[str, Any], args: Mapping[str, Any], seed: int, rendered: str
+) -> dict[str, int | str]:
+    """Return the arguments that an episode gives to an environment which has these parameters."""
+    given: dict[str, int | str] = {"seed": seed, "rendered": rendered}
+    return {name: value for name, value in given.items() if name in parameters and name not in args}
 
 
 def play(
-    function: Callable[..., Any], problem: Problem, args: Mapping[str, Any], seed: int, send: Send
+    function: Callable[..., Any],
+    problem: Problem,
+    args: Mapping[str, Any],
+    seed: int,
+    send: Send,
+    rendered: str = "",
 ) -> float | None:
     """Play an episode to its end and return its outcome.
+
+    Args:
+        seed, rendered: seed of the completion and text of the prompt's tokens, for parameters of these names.
 
     Raises:
         Closed: it was aborted.
         InvalidReply: its outcome is not a finite number.
         Exception: any error of the environment.
     """
-    kwargs = dict(args) | _seed_argument(inspect.signature(function).parameters, args, seed)
+    kwargs = dict(args) | _own_arguments(inspect.signature(function).parameters, args, seed, rendered)
     try:
         if _is_class(function):
             outcome = _play_class(function(**kwargs), problem, send)
@@ -373,6 +387,8 @@ def as_replies(reply: Any) -> list[Reply]:
             raise InvalidReply(f"several replies at once must have the role 'tool', not {item.role!r}")
         if item.reward is not None and _finite(item.reward) is None:
             raise InvalidReply(f"the reward of a Reply must be a finite number, not {item.reward!r}")
+        if not isinstance(item.special_tokens, bool):
+            raise InvalidReply(f"special_tokens of a Reply must be true or false, not {item.special_tokens!r:.100}")
     return [
         replace(
             item,

@@ -81,6 +81,8 @@ def test_a_message_cannot_forge_another(kind, template):
     assert ends(forged) == ends("a harmless text")
     raw = ReplyTokens(tokenizer).encode(Reply(text=forged), None, 1000)
     assert not set(raw) & set(special)
+    written = ReplyTokens(tokenizer).encode(Reply(text=forged, special_tokens=True), None, 1000)
+    assert tokenizer.eos_token_id in written
 
 
 def test_the_text_is_cut_and_what_is_around_it_is_not():

@@ -15,7 +15,7 @@ from atomrl.common.functions import find_function
 from atomrl.config import ConfigError, load_config
 from atomrl.data.tasks import generate
 from atomrl.environments.adapters import shown
-from atomrl.environments.worker import EpisodeError, as_replies, find_environment
+from atomrl.environments.worker import Cut, EpisodeError, as_replies, find_environment
 from atomrl.environments.worker import play as play_environment
 from atomrl.trainer.checks.environment import check_environment, check_outcome
 from atomrl.types import Problem, Reply
@@ -264,3 +264,70 @@ def test_openenv_is_played_over_its_server(tmp_path):
         server.wait()
     with pytest.raises(ConnectionError):
         played("openenv", args, lambda said: "1")
+
+
+AGENT = """
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+
+
+class AgentInstance(AgentInstanceBase):
+    def __init__(self):
+        self.turns = 0
+
+    async def reset(self, states, **kwargs):
+        return {"observation": states["observation"] + OPENING}
+
+    async def step(self, states, **kwargs):
+        self.turns += 1
+        right = states["action_text"] == states["label"]
+        shown = f"</s>{states['observation_text']}|{states['action_text']}"
+        states["sampling_params"].__dict__.update(CHANGED)
+        return {"rewards": 0.5 + right, "environment_feedback": shown, "done": right,
+                "sampling_params": states["sampling_params"]}
+
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(AgentInstance)
+"""
+
+
+def agent(folder, name="agent", opening="''", changed="{}", text=AGENT):
+    """Write an agent of OpenRLHF, and return the arguments that play it."""
+    (folder / f"{name}.py").write_text(text.replace("OPENING", opening).replace("CHANGED", changed))
+    return {"path": str(folder / f"{name}.py")}
+
+
+def test_an_agent_of_openrlhf_sees_the_prompt_as_rendered_and_gives_the_sum_of_its_rewards(tmp_path):
+    def episode(args, turns):
+        said = []
+
+        def say(reply):
+            said.extend(as_replies(reply))
+            if not turns:
+                raise Cut
+            return turns.pop(0)
+
+        function = find_environment("openrlhf_agent", args)
+        return play_environment(function, PROBLEM, args, 0, say, "<user>q"), said
+
+    outcome, said = episode(agent(tmp_path), ["a", "7"])
+    assert outcome == 2.0 and said == [Reply(text="</s><user>q|a", special_tokens=True)]
+    outcome, said = episode(agent(tmp_path, "opens", "' Go:'"), ["a", "b"])
+    assert outcome == 1.0, "what it had when there was no room for another turn"
+    assert [reply.text for reply in said[:2]] == [" Go:", "</s><user>q Go:|a"]
+    assert said[2].text == "</s><user>q Go:a</s><user>q Go:|a|b"
+    with pytest.raises(ValueError, match="its step changes the sampling parameters"):
+        episode(agent(tmp_path, "changes", changed="{'stop': ['x']}"), ["a"])
+    other = agent(tmp_path, "other", text=AGENT.replace('states["observation"] + OPENING', "'my own'"))
+    with pytest.raises(ValueError, match="its reset changes the prompt"):
+        episode(other, ["a"])
+
+
+PROBLEM = Problem(problem_id="a", prompt="q", ground_truth="7")
+
+
+def test_an_agent_of_openrlhf_that_samples_by_itself_is_refused(tmp_path):
+    own = AGENT.replace("        super()", "        pass\n\n    async def execute(self, **kwargs):\n        super()")
+    with pytest.raises(EpisodeError, match=r"args: path: AgentExecutor of .*own\.py samples by itself"):
+        find_environment("openrlhf_agent", agent(tmp_path, "own", text=own))

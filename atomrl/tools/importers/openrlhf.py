@@ -4,12 +4,13 @@ or the underscores of older versions.
 OpenRLHF's `train.batch_size` counts completions, its `rollout.batch_size` prompts.
 """
 
+import ast
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from atomrl.config import ConfigError
-from atomrl.tools.importers.sources import Settings, flat, hub_source, read_flags
+from atomrl.tools.importers.sources import Settings, flat, hub_source, read_flags, text_of
 from atomrl.tools.importers.translation import (
     NO_PICTURES,
     TEMPLATE,
@@ -66,9 +67,6 @@ REASONS = {
     "critic.save_value_network": "checkpoints contain the critic",
     "train.enable_ema": "no average of the weights is kept",
     "train.ema_beta": "no average of the weights is kept",
-    "train.async_": "rollouts during training: section asynchronous (docs/guides/distributed_rollout.md)",
-    "train.partial_rollout_enable": "rollouts during training: section asynchronous "
-    "(docs/guides/distributed_rollout.md)",
     "algo.kl.target": "for an adaptive KL, which is off",
 }  # fmt: skip
 """Flag, or prefix of flags -> reason why it has no counterpart."""
@@ -370,6 +368,7 @@ DEFAULTS: Settings = {
     "eval.steps": -1,
     "ckpt.save_steps": -1,
     "ckpt.max_num": 3,
+    "train.async_queue_size": 1,
     "ds.lora.rank": 0,
     "ds.lora.alpha": 16,
     "ds.lora.dropout": 0.0,
@@ -443,6 +442,9 @@ OLDER = {
     "vllm_is_correction_type": "algo.advantage.is_correction_type",
     "normalize_reward": "reward.normalize_enable",
     "agent_func_path": "train.agent_func_path",
+    "async_train": "train.async_enable",
+    "async_queue_size": "train.async_queue_size",
+    "partial_rollout": "train.partial_rollout_enable",
     "init_kl_coef": "algo.kl.init_coef",
     "kl_target": "algo.kl.target",
     "kl_horizon": "algo.kl.horizon",
@@ -565,9 +567,11 @@ def translate(path: Path, out: Path) -> Translation:
     t.refuse_set({"data.tokenizer_chat_template": TEMPLATE})
     t.put("data.chat_template", "auto" if t.flag("data.apply_chat_template") else "none", "data.apply_chat_template")
     if kind is not None:
-        if isinstance(each := launcher.get("num_gpus"), int):
-            machines = launcher.get("num_nodes", 1)
-            put_gpus(t, each * machines, f"deepspeed --num_gpus {each}", machines)
+        for name, more, by in (("num_gpus", "num_nodes", "deepspeed"), ("nproc_per_node", "nnodes", "torchrun")):
+            if isinstance(each := launcher.get(name), int):
+                machines = launcher.get(more, 1)
+                machines = machines if isinstance(machines, int) else 1
+                put_gpus(t, each * machines, f"{by} --{name} {each}", machines)
         translate_offline(t, kind)
     else:
         _policy(t, out)
@@ -594,6 +598,8 @@ def _policy(t: Translation, out: Path) -> None:
     t.move(MOVES)
     _data(t)
     _lengths_and_batches(t)
+    _agent(t)
+    _asynchronous(t)
     _model(t)
     t.put_pictures("data.image_key", "actor.freeze_visual_encoder", "data.max_images_per_prompt")
     _objective(t)
@@ -632,7 +638,7 @@ def _data(t: Translation) -> None:
 
 def _lengths_and_batches(t: Translation) -> None:
     longest = t.integer("data.max_len")
-    if t("rollout.max_new_tokens") is not None:
+    if t("rollout.max_new_tokens") is not None and t("train.agent_func_path") is None:
         t.put("rollout.max_completion_tokens", t.count("rollout.max_new_tokens"), "rollout.max_new_tokens")
     else:
         t.put("rollout.max_completion_tokens", longest, "data.max_len")
@@ -650,7 +656,8 @@ def _lengths_and_batches(t: Translation) -> None:
     else:  # the older flags, whose rows nothing cuts
         t.name_of(["data.max_len"])
     if t.flag("train.dynamic_batch_enable"):
-        t.put("train.tokens_per_micro_batch", t.integer("train.max_tokens_per_gpu"), "train.max_tokens_per_gpu")
+        names = "train.dynamic_batch_enable", "train.max_tokens_per_gpu"
+        t.put("train.tokens_per_micro_batch", t.integer(names[1]), *names)
     else:
         t.put("train.rows_per_micro_batch", t.integer("train.micro_batch_size"), "train.micro_batch_size")
     t.name_of(["train.max_tokens_per_gpu", "train.micro_batch_size", "actor.lr_warmup_ratio"])
@@ -663,6 +670,71 @@ def _lengths_and_batches(t: Translation) -> None:
     t.put("eval.before", False)
 
 
+AGENT_STEP_S = 600.0
+"""Time limit of a step of an agent, which OpenRLHF does not limit."""
+
+
+def _agent(t: Translation) -> None:
+    """Translate `train.agent_func_path`: episodes of several turns, which also give the reward."""
+    if (path := t("train.agent_func_path")) is None:
+        return
+    _check_agent(t, str(path))
+    if t("data.prompt_max_len") is not None and not t.is_set("data.max_len"):
+        raise ConfigError(f"{t.path} has no --data.max_len, the limit of an agent's episode: add it, with its prompt")
+    longest = t.integer("data.max_len")
+    episode = {"function": "openrlhf_agent", "args": {"path": str(path)}, "timeout_s": AGENT_STEP_S}
+    t.put("environment", episode, "train.agent_func_path")
+    for key in ("environment.max_turns", "environment.max_reply_tokens"):
+        t.put(key, longest, "data.max_len")
+    t.differ("a step of the agent", "no time limit", f"{AGENT_STEP_S:g} s, then its episode fails")
+    t.leave("rollout.max_new_tokens", "an agent's turn may have all tokens that are left of data.max_len")
+    t.leave_text("extra_logs of the agent", "they are not logged")
+    for name in ("reward.remote_url", "reward.model_name_or_path"):
+        t.leave(name, "an agent gives its reward itself")
+
+
+def _check_agent(t: Translation, path: str) -> None:
+    """Read the agent's file, if it is there, and refuse one that samples by itself. It is not executed."""
+    places = [Path(path), *(parent / path for parent in (t.path or Path()).resolve().parents)]
+    if (file := next((place for place in places if place.is_file()), None)) is None:
+        t.to_do.append(f"{t.given('train.agent_func_path')}: the file is not there; atomrl train needs it")
+        return
+    try:
+        statements = ast.parse(text_of(file)).body
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{t.named('train.agent_func_path')}={path} is not Python: {error}") from None
+    classes = [one for one in statements if isinstance(one, ast.ClassDef) and one.name == "AgentExecutor"]
+    bases = [ast.unparse(base).rpartition(".")[2] for one in classes for base in one.bases]
+    methods = [part.name for one in classes for part in one.body if isinstance(part, FUNCTIONS)]
+    if bases != ["MultiTurnAgentExecutor"] or "execute" in methods:
+        raise t.refuse(
+            "train.agent_func_path", path,
+            "its AgentExecutor samples by itself: supported is a MultiTurnAgentExecutor, whose AgentInstance has reset "
+            "and step; else write an environment (docs/guides/environments.md)",
+        )  # fmt: skip
+
+
+FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
+
+
+def _asynchronous(t: Translation) -> None:
+    """Translate rollouts during training: at most `async_queue_size` batches are sampled ahead."""
+    if t.flag("train.partial_rollout_enable") and not t.flag("train.async_enable"):
+        raise ConfigError(f"{t.named('train.partial_rollout_enable')} needs train.async_enable, as in OpenRLHF")
+    if not t.flag("train.async_enable"):
+        return
+    if (more := t("rollout.vllm_generate_batch_size")) not in (None, t("rollout.batch_size")):
+        raise t.refuse("rollout.vllm_generate_batch_size", more, "prompts are sampled as the steps need them")
+    keep = t.flag("train.partial_rollout_enable")
+    ahead = {"max_staleness": t.count("train.async_queue_size"), "on_update": "keep" if keep else "wait"}
+    t.put(
+        "asynchronous", ahead, "train.async_enable", "train.async_queue_size", "train.partial_rollout_enable",
+    )  # fmt: skip
+    if not t.flag("algo.advantage.is_correction_enable"):
+        t.put("algorithm.rollout_is", "none")  # else the section brings one
+    t.differ("rollouts during training", "whole batches are queued", "groups are, the oldest first")
+
+
 def _model(t: Translation) -> None:
     dtype = t("ds.param_dtype") or "bf16"
     t.put("model.dtype", t.choice("ds.param_dtype", dtype, {"bf16": "bfloat16"}), "ds.param_dtype")
@@ -671,8 +743,6 @@ def _model(t: Translation) -> None:
 
 
 def _objective(t: Translation) -> None:
-    other_form = "episodes have another interface here (docs/guides/environments.md)"
-    t.refuse_set({"train.agent_func_path": other_form})
     if t.flag("reward.normalize_enable"):
         t.to_do.append(
             "reward.normalize_enable=True: OpenRLHF normalises scores by mean and std of the reward model's config; "
@@ -786,11 +856,14 @@ def _shaping(t: Translation) -> None:
         t.differ(
             "groups that are kept",
             "those whose mean is between 0 and 1",
-            "those whose rewards differ: the same if rewards are 0 or 1",
+            "those whose rewards differ: the same if rewards are 0 or 1"
+            + " (an agent's `scores` are not used)" * t.is_set("train.agent_func_path"),
         )
 
 
 def _reward(t: Translation, out: Path) -> None:
+    if t("train.agent_func_path") is not None:
+        return
     functions: list[dict[str, Any]] = []
     for url in listed(t("reward.remote_url")):
         if url.endswith(".py"):

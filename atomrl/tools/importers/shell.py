@@ -93,7 +93,8 @@ def read_script(
 
     Expands variables that the script sets, `${NAME:-default}`, integer arithmetic, and commands that only need the
     script's path: `$(dirname "$0")`, `$(cd .. && pwd)`. Variables of the environment stay as written, with a note, and
-    so do other command substitutions, each within one word. The text of `bash -c` is read too.
+    so do other command substitutions, each within one word. The text of `bash -c` is read too, and so is a script that
+    `source` names, if it is there.
 
     `if`, `case`, `while`, `&&` and `||` are decided where they compare such values; a variable that the script does not
     set is empty there. Where only a shell knows (`[ -f FILE ]`), a variable that is set there has no value, and so has
@@ -114,12 +115,7 @@ def read_script(
         [['train', 'n=1']]
     """
     reading = _Reading(Path(source).resolve(), arguments, environment or {})
-    for line in _lines(_without_documents(text, reading.variables), source):
-        try:
-            for part, end in _parts(line):
-                reading.part(part, end)
-        except ValueError as error:  # quotes in the value of a variable
-            raise ConfigError(f"{source}: {line!r} cannot be parsed as shell: {error}") from None
+    reading.read(text, source)
     if reading.defaults:
         values = ", ".join(f"{name}={value}" for name, value in reading.defaults.items())
         reading.notes.append(f"environment variables are read as not set, so these are the script's defaults: {values}")
@@ -235,6 +231,8 @@ class _Reading:
         self.variables: dict[str, str] = {"HOME": os.path.expanduser("~"), **environment, "0": str(place)}
         self.variables |= {str(number): word for number, word in enumerate(arguments, start=1)}
         self.exported = set(environment)
+        self.sourced: list[Path] = []
+        """Scripts that are being read by `source`, the innermost last."""
         self.unknown: dict[str, str] = {}
         self.kept: list[str] = []
         """Command substitutions that stay as written."""
@@ -247,6 +245,36 @@ class _Reading:
         """The parts of a condition that is being read."""
         self.chain: tuple[bool | None, str] = (True, ";")
         """Result of the parts before in a list with `&&` and `||`, and the separator after them."""
+
+    def read(self, text: str, source: str) -> None:
+        """Read a text.
+
+        Raises:
+            ConfigError: an unclosed quote.
+        """
+        for line in _lines(_without_documents(text, self.variables), source):
+            try:
+                for part, end in _parts(line):
+                    self.part(part, end)
+            except ValueError as error:  # quotes in the value of a variable
+                raise ConfigError(f"{source}: {line!r} cannot be parsed as shell: {error}") from None
+
+    def _source(self, name: str, arguments: Sequence[str]) -> bool:
+        """Read another script in place of `source NAME ARGUMENTS`; False if it is not there."""
+        places = [folder / name for folder in (*self.place.parents, *(one.parent for one in self.sourced))]
+        file = next((place for place in places if place.suffix == ".sh" and place.is_file()), None)
+        if file is None or file in (self.place, *self.sourced):
+            return False
+        before, own = {key: value for key, value in self.variables.items() if key.isdigit()}, self.arguments
+        self.sourced.append(file)
+        self.notes.append(f"{name} is read where the script reads it")
+        self.arguments = arguments or own  # without arguments it sees the script's
+        self.variables |= {str(number): word for number, word in enumerate(arguments, start=1)}
+        self.read(file.read_text(encoding="utf-8", errors="replace"), str(file))
+        self.sourced.pop()
+        self.arguments = own
+        self.variables = {key: value for key, value in self.variables.items() if not key.isdigit()} | before
+        return True
 
     def _runs(self, blocks: Sequence[_Block]) -> bool | None:
         """Return whether a line within these blocks runs; None: only a shell knows."""
@@ -425,7 +453,8 @@ class _Reading:
         """Read a command or assignment, and return its result: that of a command is known only to the shell."""
         if line.startswith("export "):
             self.exported |= set(re.findall(r"(?<=\s)([A-Za-z_]\w*)(?=[=\s]|$)", line))
-        line = _SUBSTITUTION.sub(self._substituted, line.replace("${BASH_SOURCE[0]}", "$0"))
+        self.variables["BASH_SOURCE"] = str([self.place, *self.sourced][-1])
+        line = _SUBSTITUTION.sub(self._substituted, line.replace("${BASH_SOURCE[0]}", "$BASH_SOURCE"))
         assigned = _ASSIGNMENT.fullmatch(line)
         if assigned and self._is_one_word(assigned["value"]):
             self._assign(assigned["name"], assigned["value"], bool(assigned["more"]), holds)
@@ -439,6 +468,8 @@ class _Reading:
         words = [self.restored(word) for word in expanded]
         if words in (["true"], ["false"]):
             return words == ["true"]
+        if words[0] in ("source", ".") and len(words) > 1 and holds and self._source(words[1], words[2:]):
+            return True
         self.commands.append([word for word in words if word not in ("\\", "&")])
         for shell, option, text in zip(words, words[1:], words[2:], strict=False):
             if re.search(r"(^|/)(ba)?sh$", shell) and re.fullmatch(r"-l?c", option):

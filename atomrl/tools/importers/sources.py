@@ -182,6 +182,8 @@ def read_flags(
     commands: list[tuple[Settings, Mapping[str, Any], list[str]]] = []
     for command in script.commands:
         start = next((i for i, word in enumerate(command) if re.search(program, word)), None)
+        if command[:1] == ["echo"]:
+            continue
         if start is not None and command[start + 1 : start + 2] == ["vllm-serve"]:  # an inference server, not training
             continue
         if pattern is not None and not re.search(pattern, " ".join(command)):

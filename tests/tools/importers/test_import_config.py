@@ -227,7 +227,6 @@ FILTER, TIS = "--algo.dynamic_filtering_enable", "--enable_vllm_is_correction"
     ("trl", f"{GRPO_YAML}\nlearning_rate: -1", r"train.learning_rate.*from .*a\.yaml:4: TRL's"),
     ("openrlhf", "beta: 1", "give the script"),
     *(("openrlhf", f"{OPENRLHF} d.jsonl {flags}", message) for flags, message in (
-        ("--agent_func_path agent.py", "agent_func_path=agent.py"),
         (f"--vllm_is_truncated_threshold 2 {TIS}", "not 2 numbers"),
         (f"--policy_loss_type gspo {TIS}", "enable_vllm_is_correction"),
         (f"{FILTER} --algo.dynamic_filtering_range 0.1 0.9", "0.1, 0.9"),

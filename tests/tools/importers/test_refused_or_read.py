@@ -54,7 +54,9 @@ SKYRL = "uv run -m skyrl.train.entrypoints.main_base trainer.policy.model.path=m
     (f"{SFT} data.truncation=left", "truncated at the end"),
     (SEARCH.replace("state_masking=true", "state_masking=false"), "state_masking=False"),
     (f"{SEARCH} do_search=false", "do_search=False"),
-    (f"{OPENRLHF} --train.agent_func_path a.py", "agent_func_path=a.py"),
+    (f"{OPENRLHF} --reward.remote_url r.py --train.partial_rollout_enable", "needs train.async_enable"),
+    (f"{OPENRLHF} --reward.remote_url r.py --train.async_enable --rollout.vllm_generate_batch_size 9",
+     "vllm_generate_batch_size=9 has no counterpart"),
     (OPENRLHF, "has no reward"),
     ("source ./train_dpo.sh slurm\nsrun openrlhf $commands", "it reads ./train_dpo.sh: import that one"),
     ("python train.py --max_completion_length 9", "train.py, a Python file .* atomrl run train.py FLAGS"),
@@ -243,6 +245,44 @@ def test_keys_of_verl_that_name_what_the_run_does_anyway(read: Read) -> None:
 @pytest.mark.parametrize("key", ["actor_rollout_ref.rollout.zzz_zzz", "algorithm.zzz_zzz", "data.zzz_zzz", "zzz_zzz"])
 def test_a_key_that_is_not_known_is_left_to_the_user(key: str, read: Read) -> None:
     assert f"{key}=1: not a key of verl that AtomRL knows" in read(f"{PPO} {key}=1").to_do[0]
+
+
+# ---- OpenRLHF ----
+
+AGENT = "class AgentExecutor(agent.{}):\n    def {}(self): super().__init__(AgentInstance)\n"
+
+
+def test_an_agent_of_openrlhf_is_an_environment(read: Read, tmp_path: Path) -> None:
+    text = f"{OPENRLHF} --data.max_len 400 --rollout.max_new_tokens 30 --train.agent_func_path agents/a.py"
+    missing = read(text)
+    assert missing.to_do == ("train.agent_func_path=agents/a.py: the file is not there; atomrl train needs it",)
+    (tmp_path / "agents").mkdir()
+    (tmp_path / "agents" / "a.py").write_text(AGENT.format("MultiTurnAgentExecutor", "__init__"))
+    imported = read(f"{text} --train.async_enable --train.async_queue_size 2", "scripts/a.sh")
+    environment, ahead = imported.config.environment, imported.config.asynchronous
+    assert environment is not None and ahead is not None and not imported.to_do
+    assert (environment.function, environment.args) == ("openrlhf_agent", {"path": "agents/a.py"})
+    assert (environment.max_turns, environment.max_reply_tokens, environment.max_turn_tokens) == (400, 400, None)
+    assert imported.config.rollout.max_completion_tokens == 400
+    assert (ahead.max_staleness, ahead.on_update) == (2, "wait")
+    assert imported.tree["algorithm"]["rollout_is"] == "none"
+    for base, method in (("AgentExecutorBase", "__init__"), ("MultiTurnAgentExecutor", "execute")):
+        (tmp_path / "agents" / "a.py").write_text(AGENT.format(base, method))
+        with pytest.raises(ConfigError, match=r"agent_func_path=agents/a\.py .* samples by itself"):
+            read(text)
+
+
+def test_a_script_that_another_one_reads_is_read(read: Read, tmp_path: Path) -> None:
+    words = OPENRLHF_SFT.removeprefix("deepspeed --module ")
+    (tmp_path / "dpo.sh").write_text(
+        f"read -r -d '' commands <<EOF\n{words} --data.output_key out \\\n --adam.lr 3e-6\nEOF\n"
+        'if [[ ${1} != "slurm" ]]; then\n  deepspeed --module $commands --adam.lr 1\nfi\n'
+    )
+    wrapper = 'readonly file="dpo.sh"\nsource ./${file} slurm\necho $commands --adam.eps 1\n'
+    wrapper += 'srun bash -c "cd /openrlhf; torchrun --nproc_per_node 4 -m ${commands}"'
+    imported = read(wrapper, "wrapper.sh")
+    assert (imported.config.kind, imported.config.train.learning_rate, imported.gpus) == ("sft", 3e-6, 4)
+    assert not imported.to_do
 
 
 # ---- Shell ----
