@@ -63,8 +63,8 @@ class ModelConfig(Section):
     """The policy."""
 
     path: str | None = None
-    """A folder in Hugging Face layout, or a hub name. Required unless `sft.gpt` or `pretrain.gpt` starts from a new
-    model."""
+    """A folder in Hugging Face layout, or a hub name, `OWNER/NAME` or `OWNER/NAME@REVISION`. Required unless `sft.gpt`
+    or `pretrain.gpt` starts from a new model."""
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer, if it is not beside the model."""
     device: str = Field("auto", pattern=DEVICE)

@@ -83,10 +83,11 @@ def adapted_path(path: str | Path) -> str | None:
     if not settings.is_file() or (Path(path) / "config.json").is_file():
         return None
     with reraise_as(ConfigError, f"{settings} is not readable as a JSON object", OSError, ValueError, AttributeError):
-        base = json.loads(settings.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        named = json.loads(settings.read_text(encoding="utf-8"))
+        base, revision = named.get("base_model_name_or_path"), named.get("revision")
     if not base:
         raise ConfigError(f"{settings} has no base_model_name_or_path: write the path of the base model there")
-    return str(base)
+    return f"{base}@{revision}" if revision and not Path(str(base)).is_dir() else str(base)
 
 
 def base_path(path: str | Path) -> str:
@@ -114,6 +115,10 @@ class ModelNotHere(ConfigError):
 def resolve_folder(path: str | Path, weights: bool = True) -> Path:
     """Return the folder of a model: `path` itself, or the snapshot of a hub name, downloaded if it is not cached.
 
+    Args:
+        path: a folder, a hub name, or `OWNER/NAME@REVISION`, of a branch, tag or commit of the hub.
+        weights: download the weights, too.
+
     Raises:
         ConfigError: the folder has neither config.json nor adapter_config.json, or `path` is not a folder and cannot be
             downloaded.
@@ -124,7 +129,7 @@ def resolve_folder(path: str | Path, weights: bool = True) -> Path:
             run = f"; it is a run, and its model is {folder / 'model'}" if (folder / "model").is_dir() else ""
             raise ConfigError(f"model folder {folder} has no config.json{run}")
         return folder
-    if folder.is_absolute() or str(path).startswith((".", "~")) or str(path).count("/") > 1:
+    if folder.is_absolute() or str(path).startswith((".", "~")) or str(path).partition("@")[0].count("/") > 1:
         raise ConfigError(f"model folder {path} does not exist ({_looked_in(folder)})")
     try:
         return _downloaded(str(path), weights)
@@ -157,7 +162,8 @@ def _downloaded(name: str, weights: bool) -> Path:
 
     # Includes the model's own code, which runs only with model.trust_remote_code=true.
     patterns = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"] + (["*.safetensors"] if weights else [])
-    return Path(snapshot_download(name, allow_patterns=patterns))
+    repository, _, revision = name.partition("@")
+    return Path(snapshot_download(repository, revision=revision or None, allow_patterns=patterns))
 
 
 def model_config_only(path: str | Path, trust_remote_code: bool = False) -> Any:

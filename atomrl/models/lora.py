@@ -120,13 +120,15 @@ def add_adapters(model: Any, config: LoraConfig, base: str) -> None:
     refuse_adapted(base)
     inner = _inner(model)
     targets = target_names(inner, model.head_weight, config)
+    name, _, revision = (base, "", "") if Path(base).is_dir() else base.partition("@")
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
         target_modules=targets,
         task_type="CAUSAL_LM",
-        base_model_name_or_path=base,
+        base_model_name_or_path=name,
+        revision=revision or None,
     )
     with reraise_as(ConfigError, f"model.lora.target_modules={config.target_modules}", ValueError):
         peft.inject_adapter_in_model(settings, inner, adapter_name=ADAPTER)
@@ -243,7 +245,8 @@ def save_adapters(model: Any, folder: str | Path) -> None:
     state = {name: tensor.cpu().contiguous() for name, tensor in adapter_state(model).items()}
     header = {"format": "pt"}
     with suppress(ConfigError):
-        header[BASE] = _identity(model.lora_settings.base_model_name_or_path)
+        settings = model.lora_settings
+        header[BASE] = _identity(settings.base_model_name_or_path + f"@{settings.revision}" * bool(settings.revision))
     if (layer := next(quantized_layers(model), None)) is not None:
         header |= {QUANTIZATION: layer.kind, QUANTIZED_FROM: str(layer.dtype).removeprefix("torch.")}
     (folder / ADAPTER_FILE).write_bytes(_in_order(save(state, metadata=header)))

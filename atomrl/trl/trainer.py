@@ -187,6 +187,10 @@ class Trainer:
             tokenizer = tokenizer.tokenizer
         if isinstance(self.args, TRLConfig):
             self.args.check(batches=True)
+        loading = getattr(self.args, "model_init_kwargs", None)
+        revision = loading.get("revision") if isinstance(loading, Mapping) else None
+        if isinstance(model, str) and revision not in (None, "main"):
+            model = f"{model}@{revision}"
         self._given = GivenModel(model)
         self._notes += self._given.notes
         self._open_tokenizer(model, tokenizer)

@@ -144,8 +144,8 @@ def test_a_hub_model_is_fetched_once_for_its_tokenizer_and_once_whole(tmp_path, 
     whole, snapshot = make_tiny_model(tmp_path / "whole"), tmp_path / "snapshot"
     asked = []
 
-    def snapshot_download(name, allow_patterns):
-        asked.append(name)
+    def snapshot_download(name, revision, allow_patterns):
+        asked.append((name, revision))
         for file in whole.iterdir():
             if any(file.match(pattern) for pattern in allow_patterns):
                 snapshot.mkdir(exist_ok=True)
@@ -157,11 +157,13 @@ def test_a_hub_model_is_fetched_once_for_its_tokenizer_and_once_whole(tmp_path, 
     assert not (snapshot / "model.safetensors").exists()
     assert isinstance(load_policy("someone/fetched-once", dtype="float32"), GPT)
     assert len(asked) == 2
+    model_config_only("someone/fetched-once@refs/pr/1")
+    assert asked[2:] == [("someone/fetched-once", "refs/pr/1")]
     tree = {"run_name": "r", "model": {"path": "someone/fetched-once", "dtype": "float32"}, "data": {"train": "d"}}
     for engine in ("native", "hf"):
         config = load_config(tree | {"rollout": {"engine": engine}})
         build_engine(config, "someone/fetched-once", load_tokenizer("someone/fetched-once"))
-    assert len(asked) == 2
+    assert len(asked) == 3
 
 
 def test_a_runs_folder_names_that_of_its_model(tmp_path):

@@ -91,7 +91,7 @@ def test_adapters_on_such_a_model_are_merged_where_its_code_is_trusted(folder, c
 def test_code_of_a_hub_model_is_fetched_with_it(tmp_path, monkeypatch):
     whole, snapshot = make_own(tmp_path / "whole"), tmp_path / "snapshot"
 
-    def snapshot_download(name, allow_patterns):
+    def snapshot_download(name, revision, allow_patterns):
         snapshot.mkdir(exist_ok=True)
         for file in whole.iterdir():
             if any(file.match(pattern) for pattern in allow_patterns):

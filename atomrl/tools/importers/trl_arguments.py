@@ -121,8 +121,6 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "ref_adapter_name": ((None,), "the reference is the model without its adapter"),
     "vllm_sync_frequency": ((None, 1), "the engine gets the weights of every step"),
     "teacher_model_revision": ((None, "main"), "download that revision and give its folder"),
-    "model_revision": ((None, "main"), "download that revision and set model.path to its folder"),
-    "revision": ((None, "main"), "download that revision and set model.path to its folder"),
 }
 """Arguments that affect what is trained and have no counterpart -> values with which they are off, and the reason."""
 
@@ -304,6 +302,42 @@ WRITTEN = {
     + """    tags = ("<think>\\n", "\\n</think>\\n", "\\n<answer>\\n", "\\n</answer>")
     return [sum(0.25 for tag in tags if text.count(tag) == 1) for text in texts]
 """,
+    "code": """
+from time import monotonic
+
+from atomrl.sandbox import Limits, check, run
+
+check("bubblewrap")  # an error before the run
+
+"""
+    + _HEAD.format(
+        name="open_r1_code",
+        doc="The share of verification_info's test cases that the last block of Python passes, in a sandbox.\n\n"
+        "    It is 0 if a case takes over 5 s, or all of them over 30 s. Lines beyond the shorter output are ignored.\n"
+        "    ",
+    )
+    + """    scores = []
+    for text, info in zip(texts, columns["verification_info"], strict=True):
+        program = (re.findall(r"```python\\n(.*?)```", text, re.DOTALL) or [""])[-1]
+        passed, end = 0, monotonic() + 30
+        for case in info["test_cases"]:
+            result = run(program, stdin=case["input"], limits=Limits(wall_s=5.0, cpu_s=5))
+            if result.ended == "timeout" or monotonic() > end:
+                passed = 0
+                break
+            lines = zip(result.stdout.strip().split("\\n"), case["output"].split("\\n"))
+            passed += result.ok and all(one.strip() == other.strip() for one, other in lines)
+        scores.append(passed / len(info["test_cases"]))
+    return scores
+""",
+    "code_format": _HEAD.format(
+        name="open_r1_code_format", doc="1 for the layout of `format`, with a block of Python in the answer."
+    )
+    + """    layout = re.compile(
+        r"^<think>\\n.*?\\n</think>\\n<answer>\\n.*?```python.*?```.*?\\n</answer>$", re.DOTALL | re.MULTILINE
+    )
+    return [float(layout.match(text) is not None) for text in texts]
+""",
     "reasoning_steps": _HEAD.format(
         name="open_r1_reasoning_steps",
         doc="A third for each numbered step, list item, and word such as First; at most 1.",
@@ -365,9 +399,11 @@ def trl_reward(t: Translation, name: str, own: str, needs: list[str]) -> dict[st
             t.differ(f"reward {name}", "0 without </think>", "boxed reads the box wherever it is")
         return {"function": "boxed"}
     if name in WRITTEN:
+        _check_code(t, name)
         if WRITTEN[name] not in needs:
             needs.append(WRITTEN[name])
-        return {"function": f"{own}:{'' if name.endswith('_reward') else 'open_r1_'}{name}"}
+        limit = {"timeout_s": 60.0} if name == "code" else {}
+        return {"function": f"{own}:{'' if name.endswith('_reward') else 'open_r1_'}{name}", **limit}
     if name in ("get_soft_overlong_punishment", "soft_overlong_punishment"):
         most = 1280 if t("max_completion_len") is None else t.integer("max_completion_len")
         cache = 256 if t("soft_punish_cache") is None else t.integer("soft_punish_cache")
@@ -375,8 +411,22 @@ def trl_reward(t: Translation, name: str, own: str, needs: list[str]) -> dict[st
     supported = ("accuracy_reward", "reasoning_accuracy_reward", "get_soft_overlong_punishment", *WRITTEN)
     raise t.refuse(
         "reward_funcs", name, f"supported names of TRL and open-r1: {', '.join(supported)}, accuracy, "
-        "soft_overlong_punishment; write this one as a function (docs/guides/rewards.md)"
+        "soft_overlong_punishment; write this one as a function (docs/guides/rewards.md#code has a reward for programs)"
     )  # fmt: skip
+
+
+def _check_code(t: Translation, name: str) -> None:
+    """Report how open-r1's rewards for code differ, and refuse other languages."""
+    if name == "code_format" and (language := t("code_language")) not in (None, "python"):
+        raise t.refuse("code_language", language, "supported: python")
+    if name == "code_format":
+        t.differ(f"reward {name}", "the language of a column `language`, if there is one", "Python")
+    if name == "code":
+        provider = t("code_provider") or "e2b"
+        t.differ(f"reward {name}", f"runs programs at {provider}", "runs them in the sandbox (docs/guides/sandbox.md)")
+        t.leave("code_provider", "programs run in the sandbox (docs/guides/sandbox.md)")
+        t.leave("parallel_code_exec_per_proc", "reward.workers is the number of programs at a time")
+        t.leave("enforce_same_language", "programs are Python, as there")
 
 
 DEFAULTS: Settings = {
@@ -517,6 +567,9 @@ def _model(t: Translation) -> None:
         )
     else:
         t.put("model.dtype", "bfloat16" if t.flag("bf16") else "float32", "bf16")
+    if (revision := t("revision", "model_revision")) not in (None, "main") and "path" in t.tree["model"]:
+        t.tree["model"]["path"] += f"@{revision}"
+        t.carried.append(f"{t.given('model_revision')} -> model.path: {t.tree['model']['path']}")
     given = t("dtype", "torch_dtype")
     dtype = str(given or "float32").rpartition(".")[2]
     if given is not None and dtype not in ("float32", "auto", "None") and not t.flag("use_peft"):
@@ -565,6 +618,8 @@ def _data(t: Translation) -> None:
         t.put("data.train", files["train"] if isinstance(files, dict) else files, "data_files")
     elif isinstance(mixed, list) and mixed and all(isinstance(one, dict) for one in mixed):
         t.put("data.train", [_mixed(t, one) for one in mixed], "datasets", "dataset_mixture")
+    elif mixer := t.mapping("dataset_mixer"):
+        _mixer(t, mixer)
     elif name is not None:
         train, test = t("dataset_train_split") or "train", t("dataset_test_split") or "test"
         why = "" if "/" in str(name) else "a data set on the hub needs its owner: OWNER/NAME"
@@ -576,6 +631,25 @@ def _data(t: Translation) -> None:
     else:
         t.put("data.train", "train.parquet", because="the file does not set its data; set the file of its rows")
         t.to_do.append("data.train: the file does not set its data: use the file of its rows, or its data set")
+
+
+def _mixer(t: Translation, mixer: Mapping[str, Any]) -> None:
+    """Translate `dataset_mixer` of alignment-handbook's first versions: a share of the training rows of each data set,
+    the first ones, and all test rows."""
+    splits, configs = t("dataset_splits") or ["train", "test"], t("dataset_configs") or [None] * len(mixer)
+    names = ("dataset_mixer", "dataset_splits", "dataset_configs")
+    if len(configs) != len(mixer) or not all("train" in split or "test" in split for split in splits):
+        raise ConfigError(f"{t.named(names[0])}: needs a config for each data set, and splits named train or test")
+    train, test = list[str](), list[str]()
+    for (name, part), config in zip(mixer.items(), configs, strict=True):
+        for split in splits:
+            rows = f"[:{float(part):.0%}]" * ("train" in split and part != 1)
+            (train if "train" in split else test).append(hub_source(name, config, split + rows))
+        if part * 100 % 1:
+            t.differ(f"rows of {name}", f"a share of {part:g}", f"{part:.0%}")
+    t.put("data.train", train[0] if len(train) == 1 else train, *names)
+    if test and t("eval_strategy") != "no":
+        t.put("data.eval", test[0] if len(test) == 1 else test, *names)
 
 
 def _mixed(t: Translation, one: Mapping[str, Any]) -> str:

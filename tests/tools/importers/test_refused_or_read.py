@@ -3,11 +3,13 @@
 import json
 import math
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 
+from atomrl import sandbox
 from atomrl.common.functions import find_function
 from atomrl.config import ConfigError
 from atomrl.tools.importers import llamafactory, names, skyrl
@@ -347,6 +349,45 @@ def test_a_recipe_with_keys_of_an_older_trl(read: Read, tmp_path: Path) -> None:
     for name, expected in (("open_r1_format", [1.0, 0.0]), ("open_r1_tag_count", [1.0, 0.25])):
         reward = find_function(f"{tmp_path}/a_rewards.py:{name}")
         assert reward(prompts=["", ""], completions=[good, "<think>\nx"]) == expected
+
+
+def test_code_of_open_r1_is_run_in_the_sandbox(read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f"{GRPO}reward_funcs: [code, code_format]\ncode_provider: morph"
+    imported = read(text)
+    functions = imported.tree["reward"]["functions"]
+    assert functions[0] == {"function": "./a_rewards.py:open_r1_code", "timeout_s": 60.0}
+    assert any("runs programs at morph" in line for line in imported.differences)
+    with pytest.raises(ConfigError, match="code_language=cpp"):
+        read(f"{text}\ncode_language: cpp")
+    monkeypatch.setattr("atomrl.sandbox.check", lambda name: None)
+    monkeypatch.setattr("atomrl.sandbox.run", partial(sandbox.run, sandbox="none"))
+    (tmp_path / "a_rewards.py").write_text(imported.files["a_rewards.py"])
+    reward = find_function(f"{tmp_path}/a_rewards.py:open_r1_code")
+    cases = [{"input": "2", "output": "4"}, {"input": "3", "output": "9"}, {"input": "x", "output": "0"}]
+    texts = ["```python\n0/0\n```", "```python\nprint(int(input()) ** 2, '\\nmore')\n```", "no program"]
+    told = [{"test_cases": cases}] * 3
+    assert reward(prompts=[""] * 3, completions=texts, verification_info=told) == [0.0, 2 / 3, 0.0]
+    layout = find_function(f"{tmp_path}/a_rewards.py:open_r1_code_format")
+    good = f"<think>\nx\n</think>\n<answer>\n{texts[0]}\n</answer>"
+    assert layout(prompts=["", ""], completions=[good, texts[0]]) == [1.0, 0.0]
+
+
+def test_a_revision_of_a_model_and_the_mixer_of_an_older_recipe(read: Read) -> None:
+    recipe = {"model_name_or_path": "a/b", "model_revision": "v2", "dataset_mixer": {"c/d": 1.0, "e/f": 0.25}}
+    recipe |= {"dataset_splits": ["train_prefs", "test_prefs"], "eval_strategy": "steps"}
+    imported = read(yaml.safe_dump(recipe), "dpo/a.yaml")
+    assert imported.tree["model"]["path"] == "a/b@v2" and "model_revision=v2 -> model.path: a/b@v2" in imported.carried
+    assert imported.tree["data"]["train"] == ["c/d::train_prefs", "e/f::train_prefs[:25%]"]
+    assert imported.tree["data"]["eval"] == ["c/d::test_prefs", "e/f::test_prefs"]
+    with pytest.raises(ConfigError, match="dataset_mixer: needs a config for each data set"):
+        read(yaml.safe_dump(recipe | {"dataset_splits": ["all"]}), "dpo/a.yaml")
+
+
+def test_processes_make_the_batches_of_a_recipe_fit(read: Read) -> None:
+    text = f"{TRL}num_generations: 14\nper_device_train_batch_size: 16\nreward_funcs: [format]"
+    assert read(text, processes=7).config.rollout.prompts_per_step == 8
+    with pytest.raises(ConfigError, match=r"not a multiple of num_generations=14 .* with --processes N"):
+        read(text)
 
 
 def test_a_mixture_and_a_template_of_a_recipe(read: Read) -> None:
