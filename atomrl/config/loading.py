@@ -45,8 +45,14 @@ def load_config(
         3
     """
     changes = parse_overrides(overrides)
-    if isinstance(changes.get("train"), dict) and "steps" in changes["train"]:
-        changes["train"].setdefault("total_epochs", None)  # else the file's total_epochs would replace the given steps
+    given = changes.get("train")
+    if isinstance(given, dict) and given.get("steps") is not None and given.get("total_epochs") is not None:
+        raise ConfigError(
+            f"train.steps={given['steps']} and train.total_epochs={given['total_epochs']} both set the length of the "
+            "run: give one of them"
+        )
+    if isinstance(given, dict) and "steps" in given:
+        given.setdefault("total_epochs", None)  # else the file's total_epochs would replace the given steps
     if isinstance(source, str | Path):
         name = str(config_file(source))
         tree = read_tree(name, changes)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from atomrl.common.chat_template import FOREIGN_MARK, NO_TEMPLATE, check_kwargs, render, thought_opening, turn_marks
 from atomrl.common.errors import reraise_as
-from atomrl.data.columns import PLACE, TEMPLATE_KWARGS, count_places
+from atomrl.data.columns import PLACE, SYSTEM, TEMPLATE_KWARGS, count_places
 from atomrl.data.files import DataError
 from atomrl.data.messages import COMPLETIONS, TOOLS, check_tools
 from atomrl.data.problems import AT_ONCE, PROGRESS_S
@@ -199,6 +199,12 @@ class DataProcessor:
         # The text of each prompt: as it is, after the system prompt, or rendered by the chat template.
         bare = [self.is_bare(problem) for problem in problems]
         front = "" if self.system_prompt is None else f"{self.system_prompt}\n\n"
+        for problem, is_bare in zip(problems, bare, strict=True):
+            if not (is_bare or self.has_template) and (own := [name for name in SYSTEM if problem.columns.get(name)]):
+                raise DataError(
+                    f"{problem.problem_id}: the column {own[0]!r} is a system prompt, so the prompt is a list of "
+                    f"messages, but {self.why_none()}, or rename the column"
+                )
         texts = [
             f"{front}{problem.prompt}"
             if is_bare

@@ -170,13 +170,18 @@ def test_values_of_overrides_are_yaml(text, value):
 
 @pytest.mark.parametrize("given, steps, epochs", [
     (["train.steps=3"], 3, None), (["train.total_epochs=2"], 7, 2.0),
-    (["train.steps=3", "train.total_epochs=2"], 3, 2.0),
+    (["train.steps=3", "train.total_epochs=null"], 3, None),
     (["train.learning_rate=1"], 7, 5.0),
 ])  # fmt: skip
 def test_steps_of_the_command_line_replace_passes_over_the_data_of_the_file(given, steps, epochs):
     """Public scripts count epochs; somebody who tries two steps of one gets two."""
     train = load_config(merge_trees(MINIMAL, {"train": {"steps": 7, "total_epochs": 5}}), given).train
     assert (train.steps, train.total_epochs) == (steps, epochs)
+
+
+def test_steps_and_passes_over_the_data_of_the_command_line_are_one_error():
+    with pytest.raises(ConfigError, match=r"train\.steps=3 and train\.total_epochs=2 both set the length"):
+        load_config(MINIMAL, ["train.steps=3", "train.total_epochs=2"])
 
 
 @pytest.mark.parametrize("given", [["train"], ["--train.steps"], ["a=1", "a.b=2"]])

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from atomrl.config import DataConfig
+from atomrl.data.columns import with_system
 from atomrl.data.files import DataError
 from atomrl.data.processor import DataProcessor
 from atomrl.types import Problem
@@ -116,6 +117,10 @@ def test_messages_need_a_template():
         words(DataProcessor(make_tokenizer(), config()), USER)
     with pytest.raises(DataError, match=r"but data.chat_template=none"):
         words(DataProcessor(make_tokenizer(template=TEMPLATE), config(chat_template="none")), USER)
+    row = with_system({"system_prompt": "Be brief."}, "a")
+    problem = Problem(problem_id="d:1", prompt=row, ground_truth="", columns={"system_prompt": "Be brief."})
+    with pytest.raises(DataError, match=r"d:1: the column 'system_prompt' is a system prompt, .*chat_template=none"):
+        DataProcessor(make_tokenizer(template=TEMPLATE), config(chat_template="none")).to_prompts([("1", problem)])
 
 
 def test_a_last_message_of_the_assistant_is_continued_and_said(caplog):
