@@ -511,7 +511,7 @@ def test_skyrl_counts_prompts_in_its_mini_batches(read: Read) -> None:
 
 
 A = "trainer.algorithm."
-CORRECTION = f"{A}off_policy_correction."
+OFF_POLICY = f"{A}off_policy_correction."
 
 
 @pytest.mark.parametrize(("keys", "ratio", "clip", "more"), [
@@ -525,7 +525,7 @@ CORRECTION = f"{A}off_policy_correction."
     ("policy_loss_type=kl_cov", "token", {"type": "none"},
      {"token_filter": {"type": "kl_cov", "fraction": 0.2, "coefficient": 1.0}}),
     (f"use_tis=true {A}tis_imp_ratio_cap=2", "token", None, {"rollout_is": [{"type": "token_tis", "high": 2.0}]}),
-    (f"loss_reduction=prompt_mean {CORRECTION}tis_ratio_type=sequence {CORRECTION}sequence_mask_metric=geometric",
+    (f"loss_reduction=prompt_mean {OFF_POLICY}tis_ratio_type=sequence {OFF_POLICY}sequence_mask_metric=geometric",
      "token", None, {"loss_agg": {"type": "prompt_mean"}, "rollout_is": [
          {"type": "sequence_tis", "high": 5.0}, {"type": "sequence_mask", "low": 0.99, "high": 1.01}]}),
     ("advantage_estimator=maxrl", "token", None, {"advantage": {"type": "maxrl", "eps": 1e-6}}),
