@@ -47,6 +47,18 @@ def test_the_quick_start(model):
     assert (trainer.run_dir / "model.safetensors").is_file() and str(trainer.run_dir) == "Qwen2-0.5B-GRPO"
 
 
+def test_no_prompt_is_too_long(model):
+    dataset = [{"prompt": "1+" * length} for length in (1, 2, 3, 300)]
+    args = GRPOConfig(output_dir="long", **SMALL)
+
+    def length(completions, **_):
+        return [float(len(text)) for text in completions]
+
+    trainer = GRPOTrainer(model=model, reward_funcs=length, args=args, train_dataset=dataset)
+    trainer.train()
+    assert trainer.config.data.max_prompt_tokens == 600
+
+
 @pytest.mark.parametrize("form", ["parameter", "columns", "object", "async"])
 def test_a_reward_gets_the_trainers_state(form, model):
     from transformers import TrainerCallback
