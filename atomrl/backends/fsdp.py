@@ -37,7 +37,7 @@ from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.common.metrics import Metrics
 from atomrl.config import ConfigError, FSDPConfig, ModelConfig
 from atomrl.models.loading import compute_dtype, model_weights
-from atomrl.models.lora import adapter_weights, has_adapters, is_adapter
+from atomrl.models.lora import adapter_weights, has_adapters, published_whole_weights
 from atomrl.models.memory import FLOAT32, IN_CPU_MEMORY, SHARDED, Sizes, adapters_of_rank, ends, layer_count, uncut
 from atomrl.models.scalar import HFScalar
 from atomrl.models.sequence_parallel import check_heads
@@ -104,6 +104,8 @@ class FSDPBackend(BackgroundCheckpoints):
                 raise ConfigError(
                     "backend.tensor: a quantised base model cannot be sharded; remove it or model.quantization"
                 )
+            if model.lora is not None and model.lora.modules_to_save:
+                raise ConfigError("model.lora.modules_to_save: not supported with backend.tensor; remove one of them")
             for path, shape in shapes.items():
                 check_tensor(shape, settings.tensor, path)
         if settings.cpu_offload and device == "cpu":
@@ -230,9 +232,13 @@ class FSDPBackend(BackgroundCheckpoints):
             role.model.reshard()
 
     def gather_model(self, name: RoleName, adapters_alone: bool = False) -> nn.Module | None:
-        """Gather the full model of a role to rank 0's CPU memory; None on other ranks. Collective."""
+        """Gather the full model of a role to rank 0's CPU memory; None on other ranks. Collective.
+
+        Args:
+            adapters_alone: gather only what is trained: the adapters, and modules that are trained in full beside them.
+        """
         weights = self.roles[name].model.named_parameters(remove_duplicate=False)
-        wanted = [(key, weight) for key, weight in weights if not adapters_alone or is_adapter(key)]
+        wanted = [(key, weight) for key, weight in weights if not adapters_alone or weight.requires_grad]
         full = gather_weights(wanted, self.collective.rank == 0)
         if self.collective.rank:
             return None
@@ -261,7 +267,7 @@ class FSDPBackend(BackgroundCheckpoints):
         if model is None:
             return WeightUpdate(version)
         policy: Any = model
-        weights = () if adapters_alone else list(model_weights(policy))
+        weights = [*published_whole_weights(policy).items()] if adapters_alone else list(model_weights(policy))
         return WeightUpdate(version, weights, adapter_weights(policy))
 
     @torch.inference_mode(False)

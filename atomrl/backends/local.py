@@ -9,7 +9,7 @@ from atomrl.backends.roles import RoleName, load_role, role_prefix, save_role
 from atomrl.config import ConfigError, ModelConfig
 from atomrl.models.gpt import GPT
 from atomrl.models.loading import fill_weights, model_weights
-from atomrl.models.lora import adapter_state, adapter_weights, has_adapters
+from atomrl.models.lora import adapter_state, adapter_weights, has_adapters, published_whole_weights, whole_weights
 from atomrl.protocols import FrozenBase, RoundedWeights, WeightUpdate
 from atomrl.tracking.checkpoint_format import OPTIMIZER, RANDOM, STATE_FOLDER, Counts, is_sharded, read_counts
 
@@ -24,20 +24,23 @@ class LocalBackend(BaseBackend):
     def weight_update(self, version: int, adapters_alone: bool = False) -> WeightUpdate:
         """Return the policy's weights for an engine, without copies, and its adapters separately.
 
+        With `adapters_alone` of the weights only those of `model.lora.modules_to_save`.
+
         Adapters are not merged: rounded to bfloat16, W + BA would lose the updates of the first steps.
         """
         model = self.policy.model
-        return WeightUpdate(version, () if adapters_alone else model_weights(model), adapter_weights(model))
+        weights = published_whole_weights(model).items() if adapters_alone else model_weights(model)
+        return WeightUpdate(version, weights, adapter_weights(model))
 
     def frozen_base(self) -> FrozenBase | None:
         """Return the frozen weights of a decoder with adapters.
 
-        None without adapters, for models of transformers, whose layers are not the engine's, and for compiled layers,
-        whose code is specialized on the strides of weights.
+        None without adapters, if modules are trained in full beside them, for models of transformers, whose layers are
+        not the engine's, and for compiled layers, whose code is specialized on the strides of weights.
         """
         model = self.policy.model
         ranks = {name: len(adapter.a) for name, adapter in adapter_weights(model).items()}
-        if not ranks or not isinstance(model, GPT) or model.is_compiled:
+        if not ranks or whole_weights(model) or not isinstance(model, GPT) or model.is_compiled:
             return None
         # A base layer comes after the layer of peft around it, and takes its name.
         modules = {name.removesuffix(".base_layer"): module for name, module in model.named_modules()}

@@ -105,11 +105,11 @@ def load_role(
     trained = name in TRAINED
     common: dict[str, Any] = {"dtype": dtype or config.dtype, "device": device, "trainable": trained}
     common["trust_remote_code"] = config.trust_remote_code
-    if name == "reward_model" and config.lora is not None:
-        raise ConfigError("model.lora: reward models are trained without adapters; leave it out")
     # Critics and reward models have a scalar head. A reward model is saved with the padding token that its readers need
     # to find the last token.
     if name in ("critic", "reward_model"):
+        if name == "reward_model":
+            common |= {"lora": config.lora, "quantization": config.quantization}
         model: Any = load_scalar(path, **common)
         if name == "reward_model":
             tokenizer = load_tokenizer(config.tokenizer or path, config.trust_remote_code, path)
@@ -144,13 +144,13 @@ def enable_checkpointing(model: Any) -> None:
 
 def save_role(name: RoleName, model: Any, tokenizer: Any, folder: Path) -> None:
     """Save a model (or its adapters) and the tokenizer in Hugging Face layout; the critic into a subfolder."""
-    if isinstance(model, ScalarModel):
-        save_scalar(model, tokenizer, folder / role_prefix(name))
-    elif has_adapters(model):
+    if has_adapters(model):
         save_adapters(model, folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
             make_readable(folder)
+    elif isinstance(model, ScalarModel):
+        save_scalar(model, tokenizer, folder / role_prefix(name))
     else:
         save_model(model, tokenizer, folder)
 

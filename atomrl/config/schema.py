@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from atomrl.common.chat_template import SET_HERE
 from atomrl.common.errors import ConfigError
 from atomrl.common.secrets import is_variable
+from atomrl.config.adapters import adapters_section
 from atomrl.types import SAMPLING_KEYS, SamplingParams
 
 _CONTROL = r"\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
@@ -45,6 +46,17 @@ Quantization = Literal["nf4", "int8"]
 class LoraConfig(Section):
     """Low-rank adapters (needs the `lora` extra)."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_start(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not isinstance(start := given.get("start"), str):
+            return given
+        stored = adapters_section(start)
+        for key in ("rank", "alpha"):
+            if key in given and stored.get(key, given[key]) != given[key]:
+                raise ValueError(f"{key}={given[key]}: the adapters in {start} have {stored[key]}; leave it out")
+        return stored | given
+
     rank: int = Field(16, ge=1)
     """Columns of each adapter's two matrices."""
     alpha: float = Field(32.0, gt=0)
@@ -54,9 +66,20 @@ class LoraConfig(Section):
     target_modules: list[str] | str = "all-linear"
     """Linear layers that get an adapter: `all-linear` (all between embedding and output matrix), a list of module names
     or path suffixes, or a regular expression that matches whole module paths."""
+    modules_to_save: list[str] = []
+    """Modules that are trained in full beside the adapters, by the ends of their names (`[lm_head, embed_tokens]`); the
+    score head of a reward model always is."""
     start: str | None = None
-    """Folder of trained adapters to start from, of the same rank and layers; null: new ones. The reference is the model
-    without adapters."""
+    """Folder of trained adapters, in peft's layout, to start from; null: new ones. Keys of this section that are not
+    given are read from its adapter_config.json."""
+    reference: Literal["base", "start"] = "base"
+    """The reference policy: `base`, the model without adapters; `start`, with those of `start`."""
+
+    @model_validator(mode="after")
+    def _check_reference(self) -> Self:
+        if self.reference == "start" and self.start is None:
+            raise ValueError("reference=start: needs start, a folder of trained adapters")
+        return self
 
 
 class ModelConfig(Section):

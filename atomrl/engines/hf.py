@@ -37,7 +37,7 @@ class HFEngine(RequestEngine):
         images: reads the patches of pictures; None: prompts have none.
     """
 
-    exact = supports_lora = supports_images = True
+    exact = supports_lora = updates_parts = supports_images = True
     # 70 ms per step of 28 layers and 256 rows; the host launches the layers kernel by kernel.
     decode_time = DecodeTime("measured on one H200 with transformers 5.17", layer_s=2.43e-3)
 

@@ -170,6 +170,9 @@ class RequestEngine(RolloutEngine):
     """True if requests may have pictures (`GenerationRequest.images`); if not, data with pictures are refused."""
     supports_lora: ClassVar[bool] = False
     """True if `update_weights` takes LoRA adapters (`WeightUpdate.adapters`); if not, `model.lora` is refused."""
+    updates_parts: ClassVar[bool] = False
+    """True if `update_weights` takes some of the weights beside adapters; if not, `model.lora.modules_to_save` is
+    refused."""
     shares_base: ClassVar[bool] = False
     """True if the engine uses `EngineOptions.base` in place of base weights of its own."""
     health_path: ClassVar[str] = ""

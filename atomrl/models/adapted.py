@@ -17,11 +17,18 @@ from atomrl.models.quantized import QuantizedLinear
 
 ADAPTER = "default"
 """peft's name for a model's only set of adapters."""
+UNTRAINED = "untrained_"
+"""Prefix of the frozen copy of a weight that is trained in full beside adapters, in the same module."""
 
 
 def is_adapted(linear: nn.Module) -> bool:
     """Return True if a layer is peft's, with adapters on a base layer."""
     return hasattr(linear, "lora_A") and hasattr(linear, "base_layer")
+
+
+def is_added(name: str) -> bool:
+    """Return True for the name of a weight that the base model does not have."""
+    return ".lora_" in name or f".{UNTRAINED}" in name
 
 
 def computes_here(linear: Any) -> bool:

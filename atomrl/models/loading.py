@@ -17,6 +17,7 @@ from atomrl.common.chat_template import stop_tokens
 from atomrl.common.errors import nearest, reraise_as
 from atomrl.config import ConfigError, LoraConfig, Quantization
 from atomrl.models import lora as adapters
+from atomrl.models.adapted import is_added
 from atomrl.models.decoder_spec import fitting_weights, unsupported
 from atomrl.models.gpt import GPT
 from atomrl.models.older_readers import make_readable
@@ -28,6 +29,7 @@ from atomrl.models.transformers_model import HFModel, check_causal, rounded_to, 
 log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
+CLASSIFIER = "ForSequenceClassification"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Settings of what turns pictures into the input of a vision tower."""
 
@@ -79,15 +81,25 @@ def adapted_path(path: str | Path) -> str | None:
     Raises:
         ConfigError: the adapters name no base model.
     """
+    if not (settings := _adapter_settings(path)):
+        return None
+    if not (base := settings.get("base_model_name_or_path")):
+        file = Path(path) / "adapter_config.json"
+        raise ConfigError(f"{file} has no base_model_name_or_path: write the path of the base model there")
+    revision = settings.get("revision")
+    return f"{base}@{revision}" if revision and not Path(str(base)).is_dir() else str(base)
+
+
+def _adapter_settings(path: str | Path) -> dict[str, Any]:
+    """Return the settings of the adapters in a folder; empty if it has a full model."""
     settings = Path(path) / "adapter_config.json"
     if not settings.is_file() or (Path(path) / "config.json").is_file():
-        return None
-    with reraise_as(ConfigError, f"{settings} is not readable as a JSON object", OSError, ValueError, AttributeError):
-        named = json.loads(settings.read_text(encoding="utf-8"))
-        base, revision = named.get("base_model_name_or_path"), named.get("revision")
-    if not base:
-        raise ConfigError(f"{settings} has no base_model_name_or_path: write the path of the base model there")
-    return f"{base}@{revision}" if revision and not Path(str(base)).is_dir() else str(base)
+        return {}
+    with reraise_as(ConfigError, f"{settings} is not readable as a JSON object", OSError, ValueError):
+        read = json.loads(settings.read_text(encoding="utf-8"))
+        if not isinstance(read, dict):
+            raise ValueError(f"a {type(read).__name__}")
+    return read or {"base_model_name_or_path": None}
 
 
 def base_path(path: str | Path) -> str:
@@ -167,7 +179,8 @@ def _downloaded(name: str, weights: bool) -> Path:
 
 
 def model_config_only(path: str | Path, trust_remote_code: bool = False) -> Any:
-    """Load the transformers config of a model without its weights; for adapters, that of their base model.
+    """Load the transformers config of a model without its weights; for adapters, that of their base model, and if they
+    have a score head, as a sequence classifier.
 
     Raises:
         ConfigError: as `resolve_folder`, or transformers does not know the model.
@@ -181,7 +194,18 @@ def model_config_only(path: str | Path, trust_remote_code: bool = False) -> Any:
     with reraise_as(ConfigError, f"config of model {path}", Exception):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     check_sizes(config, path)
+    if _adapter_settings(path).get("task_type") == "SEQ_CLS":
+        _make_classifier(config, Path(path))
     return config
+
+
+def _make_classifier(config: Any, adapters: Path) -> None:
+    """Change the config of a base model into that of a reward model, whose score head is among its adapters."""
+    if not any(name.endswith(CLASSIFIER) for name in config.architectures or ()):
+        family = (config.architectures or ["LlamaForCausalLM"])[0].partition("For")[0]
+        config.architectures, config.num_labels = [family + CLASSIFIER], 1
+    if (adapters / "tokenizer_config.json").is_file():  # the last token is found by the padding token of the training
+        text_config(config).pad_token_id = load_tokenizer(adapters).pad_token_id
 
 
 def load_policy(
@@ -199,7 +223,7 @@ def load_policy(
 
     Args:
         dtype: dtype of the forward pass (`compute_dtype`) and of frozen weights. Trained weights are float32.
-        lora: add low-rank adapters; only they are trained. The model's own dropout is switched off.
+        lora: add low-rank adapters; only they and `modules_to_save` are trained. The model's own dropout is off.
         quantization: quantize the base beneath the adapters, from weights in `dtype`.
         trainable: False: all weights are in `dtype`, without gradient.
         freeze_vision: leave a vision tower as it is.
@@ -214,7 +238,8 @@ def load_policy(
     check_causal(config, path)
     compute = compute_dtype(dtype, device)
     weight_dtype = torch.float32 if trainable and lora is None else compute
-    rounded = compute if compute != weight_dtype else None
+    whole = lora is not None and bool(lora.modules_to_save)  # their masters are float32 in a model that is not
+    rounded = compute if compute != weight_dtype or (whole and compute != torch.float32) else None
     reason = unsupported(config)
     if reason is None:
         policy: Policy = load_decoder(
@@ -225,6 +250,11 @@ def load_policy(
             policy.generation_config = GenerationConfig.from_pretrained(folder.parent)
     else:
         log.warning("%s is trained with transformers, not the faster built-in decoder: %s", path, reason)
+        if whole and rounded is not None:
+            raise ConfigError(
+                f"model.lora.modules_to_save: {path} is trained with transformers ({reason}), which needs "
+                "model.dtype=float32 for it"
+            )
         inner = load_transformers(path, weight_dtype, trust_remote_code)
         inner.config.use_cache = False
         policy = HFModel(inner, rounded)
@@ -420,7 +450,7 @@ def model_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     """
     inner = getattr(model, "inner", None)
     state = (model if inner is None else inner).state_dict().items()
-    weights = ((name.replace(".base_layer.", "."), tensor) for name, tensor in state if ".lora_" not in name)
+    weights = ((name.replace(".base_layer.", "."), tensor) for name, tensor in state if not is_added(name))
     return weights if inner is None else iter(published_weights(inner, weights).items())
 
 

@@ -2,12 +2,15 @@
 
 Needs the `lora` extra. Adapters are put into the model in place and saved in peft's own layout, so that
 `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)` loads them.
+
+Modules of `modules_to_save` are trained in full beside them, and so is the score head of a reward model. They keep
+their place and name in the model: the policy's have a frozen copy of each weight beside it, for the reference.
 """
 
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -21,16 +24,18 @@ from torch import Tensor, nn
 from atomrl.common.errors import reraise_as
 from atomrl.common.files import model_identity
 from atomrl.config import ConfigError, LoraConfig, Quantization
-from atomrl.models.adapted import ADAPTER, adapted_linear, computes_here, is_adapted
+from atomrl.models.adapted import ADAPTER, UNTRAINED, adapted_linear, computes_here, is_adapted
 from atomrl.models.gpt import GPT
 from atomrl.models.published import published_names
-from atomrl.models.quantized import quantized_layers, round_as_quantized
-from atomrl.models.shapes import language_model, tower_weights
+from atomrl.models.quantized import QuantizedLinear, quantized_layers, round_as_quantized
+from atomrl.models.shapes import language_model, text_config, tower_weights
 from atomrl.models.transformers_model import HFModel
 from atomrl.protocols import Adapter
 
 log = logging.getLogger(__name__)
 ADAPTER_FILE = "adapter_model.safetensors"
+SCORE = "score"
+"""Name of a reward model's head."""
 QUANTIZATION, QUANTIZED_FROM, BASE = "base_quantization", "base_dtype", "base_identity"
 """Keys in the metadata of adapter_model.safetensors."""
 
@@ -93,6 +98,64 @@ def target_names(inner: nn.Module, head: Tensor, config: LoraConfig) -> list[str
     return targets
 
 
+def whole_modules(inner: nn.Module, head: Tensor, names: Collection[str]) -> list[str]:
+    """Return the modules whose names end like one of `model.lora.modules_to_save`, as in peft.
+
+    Args:
+        inner: the model; may be on the meta device.
+        head: its output matrix, or its score head.
+
+    Raises:
+        ConfigError: a name matches no module, or one that cannot be trained in full beside adapters.
+    """
+    modules = {name: module for name, module in inner.named_modules() if name}
+    embeddings = {id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding)}
+    tower, found = {*tower_weights(inner)}, list[str]()
+    for ending in names:
+        key = f"model.lora.modules_to_save: {ending!r}"
+        matches = [name for name in modules if name.endswith(ending)]
+        if not matches:
+            raise ConfigError(
+                f"{key} matches no module of this model (an output matrix that is tied to the embedding is none)"
+            )
+        for name in matches:
+            weights = dict(modules[name].named_parameters())
+            if any(isinstance(module, QuantizedLinear) for module in modules[name].modules()):
+                raise ConfigError(f"{key}: {name} is quantised, and quantised weights cannot be trained; remove it")
+            if any(weight is head and id(weight) in embeddings for weight in weights.values()):
+                raise ConfigError(
+                    f"{key}: this model ties embedding and output matrix, of which peft would train two copies; "
+                    "remove it, or train all weights without model.lora"
+                )
+            if any(f"{name}.{weight}" in tower for weight in weights):
+                raise ConfigError(f"{key}: {name} is in the vision tower, which is not trained; use a longer name")
+        found += matches
+    return found
+
+
+def trained_places(
+    inner: nn.Module, head: Tensor | None, config: LoraConfig
+) -> tuple[list[str] | str, list[str], list[str]]:
+    """Return `target_modules` and `modules_to_save` for peft, and the modules that the latter names, checked.
+
+    Args:
+        inner: the model; may be on the meta device.
+        head: its output matrix; None: it is a reward model, whose head is trained in full.
+
+    Raises:
+        ConfigError: as `target_names` and `whole_modules`, or the head of the reward model is not `score`.
+    """
+    names, score = [*config.modules_to_save], getattr(inner, SCORE, None)
+    if head is None:
+        if not isinstance(score, nn.Linear):
+            raise ConfigError(
+                f"model.lora: the head of a {type(inner).__name__} is not a linear layer named {SCORE}; remove "
+                "model.lora to train all weights"
+            )
+        head, names = score.weight, [*dict.fromkeys([*names, SCORE])]
+    return target_names(inner, head, config), names, whole_modules(inner, head, names)
+
+
 def refuse_adapted(path: str | Path) -> None:
     """Raise ConfigError if the base of new adapters is a folder with adapters: saved, the new ones would name a base
     without the old ones."""
@@ -106,28 +169,30 @@ def refuse_adapted(path: str | Path) -> None:
         )
 
 
-def add_adapters(model: Any, config: LoraConfig, base: str) -> None:
+def add_adapters(model: Any, config: LoraConfig, base: str, scores: bool = False) -> None:
     """Add float32 adapters to a model with frozen weights; initially they change nothing (B = 0), unless the config
-    names trained ones to start from.
+    names trained ones to start from. The modules of `modules_to_save` are unfrozen, in float32.
 
     Args:
         base: path of the model, saved in adapter_config.json.
+        scores: the model is a reward model: its score head is trained in full too.
 
     Raises:
-        ConfigError: peft is not installed, the base is a folder with adapters, or as `target_names`.
+        ConfigError: peft is not installed, the base is a folder with adapters, or as `target_names` and
+            `whole_modules`.
     """
     peft = _peft()
     refuse_adapted(base)
     inner = _inner(model)
-    targets = target_names(inner, model.head_weight, config)
-    name, _, revision = (base, "", "") if Path(base).is_dir() else base.partition("@")
+    targets, names, whole = trained_places(inner, None if scores else model.head_weight, config)
+    base_name, _, revision = (base, "", "") if Path(base).is_dir() else base.partition("@")
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
         target_modules=targets,
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=name,
+        task_type="SEQ_CLS" if scores else "CAUSAL_LM",
+        base_model_name_or_path=base_name,
         revision=revision or None,
     )
     with reraise_as(ConfigError, f"model.lora.target_modules={config.target_modules}", ValueError):
@@ -135,16 +200,62 @@ def add_adapters(model: Any, config: LoraConfig, base: str) -> None:
     for name, parameter in inner.named_parameters():
         if is_adapter(name):
             parameter.data = parameter.data.float()
+    weights = _whole_weights(inner, whole)
+    if not scores and config.reference == "base":
+        _keep_copies(inner, weights)
+    for name in weights:
+        inner.get_parameter(name).data = inner.get_parameter(name).data.float()
+        inner.get_parameter(name).requires_grad_(True)
+    settings.modules_to_save = names or None
+    model.lora_settings, model.whole_modules = settings, whole
+    model.reference_disables = config.reference == "base"
     if config.start is not None:
-        _load_adapters(inner, config.start)
+        _load_adapters(model, config.start)
+    if config.reference == "start":
+        _keep_copies(inner, [name for name, weight in inner.named_parameters() if weight.requires_grad])
     for _, layer in _lora_layers(inner):
         layer.forward = partial(_forward, layer)
-    model.lora_settings = settings
+
+
+def _whole_weights(inner: nn.Module, whole: Collection[str]) -> list[str]:
+    """Return the names of the weights of modules.
+
+    Raises:
+        ConfigError: a module has adapters.
+    """
+    modules = [own for name in whole for own in inner.get_submodule(name).named_modules(prefix=name)]
+    for name, module in modules:
+        if is_adapted(module):
+            raise ConfigError(
+                f"model.lora: {name} is in modules_to_save and in target_modules; it can be trained in full, or by "
+                "adapters"
+            )
+    names = [f"{name}.{key}" for name, module in modules for key, _ in module.named_parameters(recurse=False)]
+    return [*dict.fromkeys(names)]
+
+
+def _keep_copies(inner: nn.Module, names: Collection[str]) -> None:
+    """Keep a frozen copy of each of these weights in its module, for the reference; FSDP shards it with the module."""
+    for name in names:
+        module, _, key = name.rpartition(".")
+        copy = nn.Parameter(inner.get_parameter(name).detach().clone(), requires_grad=False)
+        inner.get_submodule(module).register_parameter(UNTRAINED + key, copy)
+
+
+def whole_weights(model: Any) -> dict[str, nn.Parameter]:
+    """Return the weights of `modules_to_save`, by their names in the model; not copied. Empty without any."""
+    return {
+        name: weight
+        for module in getattr(model, "whole_modules", ())
+        for name, weight in _inner(model).get_submodule(module).named_parameters(prefix=module)
+        if weight.requires_grad
+    }
 
 
 @torch.no_grad()
-def _load_adapters(inner: nn.Module, folder: str | Path) -> None:
-    """Copy saved adapters into new ones of the same rank and layers.
+def _load_adapters(model: Any, folder: str | Path) -> None:
+    """Copy saved adapters, and modules that were trained in full, into new ones of the same rank and layers. Those of a
+    policy may start a reward model, whose head is then a new one.
 
     Raises:
         ConfigError: they are of others, or there are none.
@@ -154,18 +265,17 @@ def _load_adapters(inner: nn.Module, folder: str | Path) -> None:
     key = f"model.lora.start={folder}"
     with reraise_as(ConfigError, f"{key} has no readable {ADAPTER_FILE}", OSError, SafetensorError):
         saved = load_file(Path(folder) / ADAPTER_FILE)
-    own = {
-        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": weight
-        for name, weight in inner.named_parameters()
-        if is_adapter(name)
-    }
+    own, head = adapter_state(model), f"base_model.model.{SCORE}.weight"
+    if model.lora_settings.task_type == "SEQ_CLS" and head not in saved:
+        del own[head]
     if odd := sorted(
         name
         for name in own.keys() | saved.keys()
         if name not in own or name not in saved or own[name].shape != saved[name].shape
     ):
         raise ConfigError(
-            f"{key}: {odd[0]} has another shape, or is on one side only; rank and layers must be the same"
+            f"{key}: {odd[0]} has another shape, or is on one side only; rank, layers and modules_to_save must be the "
+            "same"
         )
     for name, weight in own.items():
         weight.copy_(saved[name])
@@ -188,15 +298,46 @@ def has_adapters(model: Any) -> bool:
 
 @contextmanager
 def adapters_disabled(model: Any) -> Iterator[None]:
-    """Disable a model's adapters inside the block, which gives the reference policy."""
-    layers = [module for _, module in _lora_layers(_inner(model))]
+    """Disable a model's adapters inside the block, and put back the modules that are trained in full: this gives the
+    reference policy. With `model.lora.reference=start` put back the adapters that training started from."""
+    layers = [module for _, module in _lora_layers(_inner(model))] if model.reference_disables else []
     for layer in layers:
         layer._disable_adapters = True
     try:
-        yield
+        with _untrained(model):
+            yield
     finally:
         for layer in layers:
             layer._disable_adapters = False
+
+
+@contextmanager
+def _untrained(model: Any) -> Iterator[None]:
+    """Give the weights that have a frozen copy (`_keep_copies`) its values inside the block.
+
+    They are copied in place, because FSDP would not use other tensors; it must not have gathered them either. Autograd
+    does not notice, and need not: the values are back before a backward pass.
+    """
+    if model.reference_disables and not model.whole_modules:
+        yield
+        return
+    reshard = getattr(model, "reshard", lambda: None)
+    reshard()
+    weights = [
+        (getattr(module, key.removeprefix(UNTRAINED)).data, copy.data)
+        for module in _inner(model).modules()
+        for key, copy in module.named_parameters(recurse=False)
+        if key.startswith(UNTRAINED)
+    ]
+    trained = [weight.clone() for weight, _ in weights]
+    try:
+        for weight, first in weights:
+            weight.copy_(first)
+        yield
+    finally:
+        reshard()
+        for (weight, _), value in zip(weights, trained, strict=True):
+            weight.copy_(value)
 
 
 def _lora_layers(inner: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -225,11 +366,18 @@ def adapter_weights(model: GPT | HFModel) -> dict[str, Adapter]:
     }
 
 
+def published_whole_weights(model: GPT | HFModel) -> dict[str, Tensor]:
+    """Return the weights of `modules_to_save` by their published names, for an engine; not copied."""
+    own = whole_weights(model)
+    names = published_names(model.inner) if isinstance(model, HFModel) and own else {}
+    return {names.get(name, name): weight.detach() for name, weight in own.items()}
+
+
 def adapter_state(model: Any) -> dict[str, Tensor]:
-    """Return the adapters' weights by the names that peft saves; not copied."""
+    """Return the adapters' weights, and those of `modules_to_save`, by the names that peft saves; not copied."""
     inner = _inner(model)
-    own = {name: weight for name, weight in inner.named_parameters() if is_adapter(name)}
-    state = _peft().get_peft_model_state_dict(inner, own, adapter_name=ADAPTER)
+    own = {name: weight for name, weight in inner.named_parameters() if is_adapter(name) and weight.requires_grad}
+    state = _peft().get_peft_model_state_dict(inner, own, adapter_name=ADAPTER) | whole_weights(model)
     return {f"base_model.model.{name}": tensor.detach() for name, tensor in state.items()}
 
 
@@ -302,7 +450,7 @@ def merge_adapters(inner: Any, folder: str | Path, dtype: torch.dtype = torch.fl
             trained_in = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(header.get(QUANTIZED_FROM, ""))
             if kind not in get_args(Quantization) or trained_in is None:
                 raise ConfigError(f"{file}: its header has an unknown {QUANTIZATION} or {QUANTIZED_FROM}")
-            of_base = round_as_quantized(inner, inner.get_output_embeddings().weight, kind, trained_in)
+            of_base = round_as_quantized(inner, (head or inner.get_submodule(SCORE)).weight, kind, trained_in)
     with reraise_as(ConfigError, message, ValueError, RuntimeError, OSError, KeyError):
         model = _peft().PeftModel.from_pretrained(inner, folder)
         if head is not None and head.weight is embedding.weight:
@@ -370,11 +518,12 @@ def export(
     Raises:
         ConfigError: as `merge_adapters`.
     """
-    from atomrl.models import loading
+    from atomrl.models import loading, scalar
 
     base = base or loading.adapted_path(adapter_folder) or adapter_folder
-    stored = loading.model_config_only(base, trust_remote_code).dtype or torch.float32
-    inner = loading.load_transformers(base, torch.float32, trust_remote_code)
+    config = loading.model_config_only(adapter_folder, trust_remote_code)
+    scores, stored = scalar.is_classifier(config), config.dtype or torch.float32
+    inner = loading.load_transformers(base, torch.float32, trust_remote_code, scores)
     merged, error = merge_adapters(inner, adapter_folder, stored)
     file = Path(adapter_folder) / ADAPTER_FILE
     trained_on = _header(file).get(BASE) if file.is_file() else None
@@ -385,5 +534,11 @@ def export(
             base, adapter_folder,
         )  # fmt: skip
     own = Path(adapter_folder) if (Path(adapter_folder) / "tokenizer_config.json").is_file() else base
-    loading.save_model(HFModel(merged), loading.load_tokenizer(own, trust_remote_code, base), folder, dtype=stored)
+    tokenizer = loading.load_tokenizer(own, trust_remote_code, base)
+    if not scores:
+        loading.save_model(HFModel(merged), tokenizer, folder, dtype=stored)
+        return error
+    text_config(merged.config).pad_token_id = text_config(config).pad_token_id
+    reward_model = scalar.HFScalar(merged)
+    loading.save_model(reward_model, tokenizer, folder, dtype=stored, **scalar.scalar_settings(reward_model, tokenizer))
     return error

@@ -1,5 +1,6 @@
 """Memory estimates of models from their configs: parameters and activations."""
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,15 +90,24 @@ def active_parameters(config: Any, trust_remote_code: bool = False) -> int:
     return _active[text]
 
 
-def empty_model(config: Any, trust_remote_code: bool = False) -> Any:
+def empty_model(config: Any, trust_remote_code: bool = False, scalar: bool = False) -> Any:
     """Create the model of a transformers config on the meta device.
+
+    Args:
+        scalar: create a sequence classifier with one label.
 
     Raises:
         ConfigError: transformers cannot, because the sizes contradict each other or a package is missing.
     """
+    from transformers import AutoModelForSequenceClassification
+
     message = f"transformers cannot create a {config.model_type} model from the config.json of this model"
     with reraise_as(ConfigError, message, Exception), torch.device("meta"):
-        return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+        if scalar:
+            config = copy.deepcopy(config)
+            config.num_labels = 1
+        kind: Any = AutoModelForSequenceClassification if scalar else auto_class(config)
+        return kind.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def trained_parameters(config: Any, trust_remote_code: bool = False) -> int:

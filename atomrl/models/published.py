@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
+from atomrl.models.adapted import is_added
+
 
 def _place(tensor: Tensor) -> tuple[int, int]:
     """Return storage and offset of a tensor; works on the meta device too."""
@@ -49,6 +51,6 @@ def published_names(inner: Any) -> dict[str, str]:
     Layers beneath adapters have the names that they have without them.
     """
     state = {name.replace(".base_layer.", "."): weight for name, weight in inner.state_dict().items()}
-    state = {name: weight for name, weight in state.items() if ".lora_" not in name}
+    state = {name: weight for name, weight in state.items() if not is_added(name)}
     by_place = {_place(weight): name for name, weight in published_weights(inner, state.items()).items()}
     return {name: by_place.get(_place(weight), name) for name, weight in state.items()}

@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atomrl.common.devices import to_device
-from atomrl.config import ConfigError
+from atomrl.config import ConfigError, LoraConfig, Quantization
 from atomrl.models.decoder_spec import unsupported
 from atomrl.models.gpt import GPT, Linear
 from atomrl.models.loading import (
+    CLASSIFIER,
     compute_dtype,
     load_decoder,
     load_transformers,
@@ -25,14 +26,13 @@ from atomrl.models.loading import (
     read_weights,
     save_model,
 )
+from atomrl.models.lora import SCORE, add_adapters
+from atomrl.models.quantized import quantize
 from atomrl.models.sequence_parallel import total
 from atomrl.models.shapes import text_config
 from atomrl.models.stream import states_before
 
 log = logging.getLogger(__name__)
-
-
-CLASSIFIER = "ForSequenceClassification"
 
 
 class GPTScalar(GPT):
@@ -130,6 +130,8 @@ def load_scalar(
     path: str | Path,
     *,
     dtype: str | torch.dtype = "auto",
+    lora: LoraConfig | None = None,
+    quantization: Quantization | None = None,
     device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
     trainable: bool = True,
@@ -137,11 +139,15 @@ def load_scalar(
     """Load a critic or reward model; from a language model, with a new score head (0 for a built-in decoder).
 
     Args:
-        dtype: dtype of the forward pass and of frozen weights. Trained weights are float32.
+        dtype: dtype of the forward pass and of frozen weights. Trained weights are float32, and so is all of a model
+            of transformers that is trained.
+        lora: add low-rank adapters; only they, the score head and `modules_to_save` are trained.
+        quantization: quantize the base beneath the adapters.
         trainable: False: all weights are in `dtype`, without gradient.
 
     Raises:
-        ConfigError: the model does not exist, has several labels, or its files do not fit its config.
+        ConfigError: the model does not exist, has several labels, or its files do not fit its config; or as
+            `lora.add_adapters`.
     """
     config = model_config_only(path, trust_remote_code)
     if is_classifier(config) and config.num_labels != 1:
@@ -154,13 +160,21 @@ def load_scalar(
         stored = read_weights(path, is_classifier(config), trust_remote_code)
         weights = {"score.weight": torch.zeros(1, config.hidden_size)} | dict(stored)
         weights.pop("lm_head.weight", None)
-        model = load_decoder(GPTScalar, path, config, weights.items(), weight_dtype)
+        frozen = compute if lora is not None else weight_dtype
+        model = load_decoder(GPTScalar, path, config, weights.items(), frozen)
         model.compute_dtype = compute if compute != weight_dtype else None
     else:
         if not is_classifier(config):
             log.warning("%s has no score head; initializing a new one", path)
         model = HFScalar(load_transformers(path, weight_dtype, trust_remote_code, scalar=True))
-    return model.to(device).requires_grad_(trainable)
+    if lora is None:
+        return model.to(device).requires_grad_(trainable)
+    inner: nn.Module = getattr(model, "inner", model)
+    if quantization is not None and isinstance(score := getattr(inner, SCORE, None), nn.Linear):
+        quantize(inner, score.weight, quantization, torch.device(device))
+    model.to(device).requires_grad_(False)
+    add_adapters(model, lora, str(path), scores=True)
+    return model
 
 
 def save_scalar(model: ScalarModel, tokenizer: Any, folder: str | Path) -> None:

@@ -23,6 +23,8 @@ def why_two_copies(config: RunConfig, shape: Any, device: str, compute: int) -> 
     model, engine = config.model, chosen_class(config.rollout)
     if model.lora is None:
         return "all weights are trained"
+    if model.lora.modules_to_save:
+        return "model.lora.modules_to_save are trained in full"
     if config.backend is not None or config.cluster is not None:
         return "the trainer's are in other processes, or spread over ranks"
     if not engine.shares_base:

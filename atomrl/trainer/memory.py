@@ -15,6 +15,7 @@ from atomrl.common.memory import process_memory
 from atomrl.config import ConfigError, Quantization, RunConfig
 from atomrl.engines.native.linear import lora_columns
 from atomrl.models.loading import compute_dtype, model_config_only
+from atomrl.models.lora import trained_places
 from atomrl.models.memory import (
     FLOAT32,
     IN_CPU_MEMORY,
@@ -24,6 +25,7 @@ from atomrl.models.memory import (
     adapter_parameters,
     count_parameters,
     critic_parameters,
+    empty_model,
     ends,
     is_tied,
     layer_count,
@@ -103,6 +105,10 @@ def memory_estimate(
     compute = _compute_bytes(config, device) if compute is None else compute
     total = count_parameters(shape, trusted)
     trained = adapter_parameters(shape, model.lora.rank) if model.lora else trained_parameters(shape, trusted)
+    if model.lora and model.lora.modules_to_save:
+        inner = empty_model(shape, trusted, scalar=(scores := config.kind == "reward-model"))
+        whole = trained_places(inner, None if scores else inner.get_output_embeddings().weight, model.lora)[-1]
+        trained += sum({w: w.numel() for name in whole for w in inner.get_submodule(name).parameters()}.values())
     if not model.freeze_vision:
         trained = total
     tokens, row_tokens = _micro_batch(config, device)

@@ -264,8 +264,6 @@ class RewardModelRun(PreferenceRun):
     def __init__(self, config: RunConfig) -> None:
         assert isinstance(config.algorithm, RewardModelObjective), "the kind of run is chosen by the algorithm"
         self.algorithm = config.algorithm
-        if config.model.lora is not None:
-            raise ConfigError("model.lora: not supported for reward models; remove it")
         path, tokenizer = model_path(config), policy_tokenizer(config)
         shape = model_config_only(path, config.model.trust_remote_code)
         self.reader = Reader(tokenizer, shape, path, config.data.chat_template == "messages_only")

@@ -29,7 +29,7 @@ class InProcessTransfer:
     """Copy the trainer's weights to an engine, and verify the engine's copy by hashes.
 
     The engine copies from the trainer's tensors into its own, without an intermediate copy. (Engines in other processes
-    forward them through a `WeightChannel`.) With LoRA only the adapters are sent each time. The base weights are sent
+    forward them through a `WeightChannel`.) With LoRA only what is trained is sent each time. The base weights are sent
     once, or not at all if the engine's hashes show that it has loaded the same ones. They are verified every time.
 
     Args:
@@ -67,7 +67,7 @@ class InProcessTransfer:
             WeightMismatch: afterwards the engine has another version or other weights.
         """
         update = self.trainer.weight_update(version, adapters_alone=self.base is not None)
-        update = checked_update(update, self.engine.weight_shapes())
+        update = checked_update(update, self.engine.weight_shapes(), partial=self.base is not None)
         if update.adapters and self.base is None:
             self.base = self._matching_base(update)
             if self.base is not None:
@@ -213,11 +213,15 @@ def compare(held: Iterable[WeightHash], expected: Mapping[tuple[str, torch.dtype
             raise WeightMismatch(f"{holder} does not have the weights of version {version}: {', '.join(shown)}{more}")
 
 
-def checked_update(update: WeightUpdate, shapes: Mapping[str, tuple[int, ...]]) -> WeightUpdate:
+def checked_update(update: WeightUpdate, shapes: Mapping[str, tuple[int, ...]], partial: bool = False) -> WeightUpdate:
     """Check that an update has each weight exactly once, with the engine's shapes, and return it.
 
     The second name of a tied weight is dropped. Only an update with adapters may have no weights. If the update has an
     `outline`, only that is checked, so that nothing is gathered.
+
+    Args:
+        shapes: of the engine's weights.
+        partial: the engine has the base weights already, and the update only those that are trained beside adapters.
 
     Raises:
         ValueError: names the weights that are missing, unexpected, repeated or of a wrong shape.
@@ -242,6 +246,8 @@ def checked_update(update: WeightUpdate, shapes: Mapping[str, tuple[int, ...]]) 
     if update.outline is not None:
         fitting_weights(tensors, shapes)
         return update
+    if partial:
+        shapes = {name: shapes[name] for name, _ in tensors if name in shapes}
     if tensors or not update.adapters:
         storages = {tensor.data_ptr() for name, tensor in tensors if name in shapes}
         tied = [name for name, tensor in tensors if name not in shapes and tensor.data_ptr() in storages]

@@ -89,6 +89,7 @@ def test_the_layer_check_can_fail():
 
 LATE_IMPORTS = {
     ("atomrl.models.lora", "atomrl.models.loading"): "a folder of adapters names the base model that it loads",
+    ("atomrl.models.lora", "atomrl.models.scalar"): "and may have the head of a reward model",
     ("atomrl.tools.ui.server", "atomrl.tools.ui.routes"): "made of an optional package",
     ("atomrl.tracking.reading.run", "atomrl.tracking.reading.plots"): "`Run.plot` is a shortcut to its figure",
 }

@@ -100,6 +100,13 @@ CASES |= {
     "masked rows": case("ppo", masked),
     "masked rows and a group": case("gspo", masked),
     "adapters": case("grpo", lora=LoraConfig(rank=4), axes={"kl": {"coefficient": 0.1}}),
+    "modules beside adapters": case(
+        "grpo",
+        model="untied",
+        lora=LoraConfig(rank=4, modules_to_save=["lm_head", "embed_tokens"]),
+        axes={"kl": {"coefficient": 0.1}},
+    ),
+    "adapters of a reward model": case("reward_model", pairs, lora=LoraConfig(rank=4)),
     "adapters of transformers": case("grpo", model="other", lora=LoraConfig(rank=4)),
     "summed once": case("ppo", fsdp={"reduce": "update"}, train={"rows_per_micro_batch": 1}),
     "many micro-batches": case("grpo", train={"rows_per_micro_batch": 1}),

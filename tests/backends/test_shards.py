@@ -25,6 +25,7 @@ CASES = {
     "critic": case("ppo", critic=CriticConfig(learning_rate=1e-3)),
     "transformers": case("grpo", model="other"),
     "adapters": case("grpo", lora=LoraConfig(rank=3, dropout=0.3)),
+    "modules beside adapters": case("grpo", model="untied", lora=LoraConfig(rank=3, modules_to_save=["lm_head"])),
 }
 
 

@@ -280,7 +280,7 @@ def test_merged_weights_are_rounded_once(base, tmp_path):
     assert torch.equal(trained(TOKENS), frozen(TOKENS))
 
 
-@pytest.mark.parametrize("field", [{"modules_to_save": ["lm_head"]}, {"bias": "all"}, {"rank_pattern": {"q_proj": 4}}])
+@pytest.mark.parametrize("field", [{"bias": "all"}, {"rank_pattern": {"q_proj": 4}}])
 def test_fields_of_peft_that_would_be_passed_over_are_refused(field):
     with pytest.raises(ConfigError, match=f"peft_config.*{next(iter(field))}"):
         lora_section(peft.LoraConfig(r=4, **field))
@@ -296,3 +296,108 @@ def test_equal_adapters_are_equal_files(tmp_path):
         save_adapters(policy, tmp_path / place)
         files.add((tmp_path / place / "adapter_model.safetensors").read_bytes())
     assert len(files) == 1 and load_file(tmp_path / "0" / "adapter_model.safetensors")
+
+
+WHOLE = {"modules_to_save": ["lm_head", "embed_tokens"]}
+
+
+def moved(policy, seed=1):
+    """Change all that is trained."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for weight in policy.parameters():
+            if weight.requires_grad:
+                weight.add_(torch.randn_like(weight), alpha=0.1)
+    return policy
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_modules_beside_adapters_are_those_of_peft(tmp_path, family):
+    """The built-in decoder and a model of transformers."""
+    base = make_tiny_model(tmp_path / "base", family, tie_word_embeddings=False)
+    lora = LoraConfig(rank=4, target_modules=["q_proj"], **WHOLE)
+    policy, plain = load_policy(base, dtype="float32", lora=lora).eval(), load_policy(base, dtype="float32").eval()
+    before = plain(TOKENS)
+    torch.testing.assert_close(policy(TOKENS), before)
+    trained = {name for name, weight in policy.named_parameters() if weight.requires_grad and ".lora_" not in name}
+    assert {name.split(".")[-2] for name in trained} == {"lm_head", "embed_tokens"}
+    moved(policy)
+    expected = policy(TOKENS)
+    with adapters_disabled(policy):
+        torch.testing.assert_close(policy(TOKENS), before)
+    assert torch.equal(policy(TOKENS), expected)
+    assert model_weights_of(policy).keys() == model_weights_of(plain).keys()
+
+    save_adapters(policy, tmp_path / "adapter")
+    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter").eval()
+    torch.testing.assert_close(theirs(TOKENS).logits, expected, atol=1e-4, rtol=1e-4)
+    theirs.save_pretrained(tmp_path / "theirs")
+    names = [load_file(tmp_path / name / "adapter_model.safetensors").keys() for name in ("adapter", "theirs")]
+    assert names[0] == names[1]
+    export(tmp_path / "adapter", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(merged(TOKENS).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def model_weights_of(policy):
+    return dict(model_weights(policy))
+
+
+def test_modules_are_rounded_from_float32(tmp_path):
+    base = make_tiny_model(tmp_path, tie_word_embeddings=False)
+    policy = load_policy(base, dtype=torch.bfloat16, lora=LoraConfig(rank=4, **WHOLE)).eval()
+    assert policy.head_weight.dtype == torch.float32
+    assert torch.equal(policy(TOKENS), load_policy(base, dtype=torch.bfloat16, lora=LoraConfig(rank=4)).eval()(TOKENS))
+
+
+def test_modules_that_cannot_be_trained_beside_adapters_are_refused(tmp_path):
+    untied = make_tiny_model(tmp_path / "untied", tie_word_embeddings=False)
+    other = make_tiny_model(tmp_path / "mixture", "qwen3_moe", tie_word_embeddings=False)
+    whole = LoraConfig(rank=2, target_modules=["q_proj"], **WHOLE)
+    for path, lora, options, message in (
+        (make_tiny_model(tmp_path / "tied"), {"modules_to_save": ["embed_tokens"]}, {}, "ties embedding"),
+        (untied, {"modules_to_save": ["q_proj"]}, {}, "q_proj is in modules_to_save and in target_modules"),
+        (untied, {"modules_to_save": ["v_proj"], "target_modules": ["q_proj"]}, {"quantization": "int8"}, "quantised"),
+        (other, whole.model_dump(), {"dtype": torch.bfloat16}, "model.dtype=float32"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_policy(path, lora=LoraConfig(**lora), **({"dtype": "float32"} | options))
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_training_starts_from_adapters_of_peft(tmp_path, rslora):
+    """Their settings are read from the folder; the reference is the base, or the adapters at the start."""
+    base = make_tiny_model(tmp_path / "base", tie_word_embeddings=False)
+    settings = peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM", use_rslora=rslora, **WHOLE
+    )
+    theirs = moved(peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)).eval()
+    theirs.save_pretrained(tmp_path / "adapter")
+    start, expected = str(tmp_path / "adapter"), theirs(TOKENS).logits
+    plain = load_policy(base, dtype="float32").eval()(TOKENS)
+    for reference, given in (("base", plain), ("start", expected)):
+        policy = load_policy(base, dtype="float32", lora=LoraConfig(start=start, reference=reference)).eval()
+        torch.testing.assert_close(policy(TOKENS), expected, atol=1e-4, rtol=1e-4)
+        moved(policy, seed=2)
+        changed = policy(TOKENS)
+        with adapters_disabled(policy):
+            torch.testing.assert_close(policy(TOKENS), given, atol=1e-4, rtol=1e-4)
+        assert torch.equal(policy(TOKENS), changed) and not torch.allclose(changed, expected, atol=1e-2)
+        save_adapters(policy, tmp_path / reference)
+        names = [load_file(tmp_path / name / "adapter_model.safetensors").keys() for name in ("adapter", reference)]
+        assert names[0] == names[1]
+
+
+def test_adapters_of_other_settings_are_not_started_from(tmp_path):
+    base = make_tiny_model(tmp_path / "base")
+    save_adapters(load_policy(base, lora=LoraConfig(rank=4, alpha=8)), tmp_path / "a")
+    start = str(tmp_path / "a")
+    assert LoraConfig(start=start).model_dump(include={"rank", "alpha"}) == {"rank": 4, "alpha": 8.0}
+    with pytest.raises(ValueError, match=r"alpha=16.* have 8"):
+        LoraConfig(start=start, alpha=16)
+    with pytest.raises(ValueError, match="reference=start: needs start"):
+        LoraConfig(reference="start")
+    settings = tmp_path / "a" / "adapter_config.json"
+    settings.write_text(settings.read_text().replace('"alpha_pattern": {}', '"alpha_pattern": {"q_proj": 3}'))
+    with pytest.raises(ValueError, match="alpha_pattern"):
+        LoraConfig(start=start)

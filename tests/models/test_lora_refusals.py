@@ -33,8 +33,9 @@ def test_names_are_checked_before_a_run(folder, capsys, tmp_path):
             assert main(["train", "c.yaml", f"model.lora.target_modules=[q_proj,{name}]", "--dry-run", *more]) == 2
             assert name in (said := capsys.readouterr().err.splitlines()[-1]) and why in said
     assert main(["train", "c.yaml", "model.lora.target_modules=.*(q|v)_proj", "--dry-run"]) == 0
-    assert main(["train", "c.yaml", "model.lora.modules_to_save=[lm_head]", "--dry-run"]) == 2
-    assert "unknown key 'model.lora.modules_to_save'" in capsys.readouterr().err
+    for name, why in (("lm_head", "ties embedding and output matrix"), ("lm_hat", "matches no module")):
+        assert main(["train", "c.yaml", f"model.lora.modules_to_save=[{name}]", "--dry-run"]) == 2
+        assert why in capsys.readouterr().err
 
 
 def test_an_engine_without_adapters_is_refused_before_models_are_loaded(working_directory, capsys, model, monkeypatch):

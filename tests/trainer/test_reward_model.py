@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 
+import peft
 import pytest
 import torch
 import yaml
@@ -227,7 +228,6 @@ def test_mistakes_are_said_first(folder, capsys):
     assert "data.chat_template_kwargs" in fails(capsys, "data.chat_template_kwargs={enable_thinking: false}")
     assert "does not exist" in fails(capsys, "model.path=./absent")
     assert "3 labels" in fails(capsys, f"model.path={make_tiny_deberta(folder / 'd3', labels=3)}")
-    assert "model.lora" in fails(capsys, "model.lora.rank=2")
     (folder / "single.jsonl").write_text('{"prompt": "p", "completion": "c", "label": true}\n')
     assert "single.jsonl:1" in fails(capsys, "data.train=single.jsonl")
     assert not (folder / "runs").exists()
@@ -238,3 +238,54 @@ def test_pairs_over_the_limit_are_left_out(folder, caplog):
     (folder / "train.jsonl").write_text(pairs(20, 0) + json.dumps(long) + "\n")
     run("train.steps=1")
     assert "1 of 21 preferences are longer than 512 tokens" in caplog.text
+
+
+def test_adapters_and_a_score_head_learn_resume_score_and_are_merged(folder, monkeypatch, capsys):
+    """The folder has peft's layout of a sequence classifier, whose base has no score head."""
+    end, lora = ("data.eval=null",), ("model.lora={rank: 4}", "train.learning_rate=0.02")
+    run(*lora)
+    evaluated = summary(folder)
+    assert evaluated["preference_accuracy_before"] == 0.5 and evaluated["preference_accuracy_after"] >= 0.9
+
+    log = Recorder.log
+
+    def then_stop(self, now, metrics):
+        log(self, now, metrics)
+        if now == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Recorder, "log", then_stop)
+    run("run_name=again", *lora, *end, code=130)
+    monkeypatch.setattr(Recorder, "log", log)
+    run("run_name=again", *lora, *end, "--resume")
+    straight, resumed = (dict(read_safetensors(folder / "runs" / name / "model")) for name in ("rm", "again"))
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in straight.items())
+    assert {name for name in straight if "lora" not in name} == {"base_model.model.score.weight"}
+
+    trained, texts = folder / "runs/rm/model", ["aaaaaa", "ababab", "bbbbbb"]
+    good, middle, bad = scores(trained, texts)
+    assert good > middle > bad
+    tokenizer = AutoTokenizer.from_pretrained(trained)
+    plain = AutoModelForSequenceClassification.from_pretrained("model", num_labels=1)
+    plain.config.pad_token_id = tokenizer.pad_token_id
+    theirs = peft.PeftModel.from_pretrained(plain, trained).eval()
+    rows = [{"input_ids": list(row)} for row in Reader(tokenizer, plain.config, "").token_ids(batch_of(texts))]
+    inputs = tokenizer.pad(rows, return_tensors="pt")
+    assert theirs(**inputs).logits[:, 0].tolist() == pytest.approx([good, middle, bad], abs=1e-4)
+    assert main(["export", "runs/rm"]) == 0
+    merged = AutoModelForSequenceClassification.from_pretrained("runs/rm/exported").eval()
+    assert merged(**inputs).logits[:, 0].tolist() == pytest.approx([good, middle, bad], abs=1e-4)
+    assert scores("runs/rm/exported", texts) == pytest.approx([good, middle, bad], abs=1e-4)
+
+    run("run_name=more", "model.lora={start: runs/rm/model}", "train.steps=1")
+    assert summary(folder, "more")["preference_accuracy_before"] == evaluated["preference_accuracy_after"]
+    assert "has adapters" in fails(capsys, "run_name=on_top", "model.path=runs/rm/model", *lora)
+
+
+def test_adapters_need_a_head_named_score(folder, capsys):
+    make_tiny_deberta(folder / "deberta")
+    said = fails(capsys, "model.path=deberta", "model.lora={rank: 2}", "data.max_prompt_tokens=64")
+    assert "not a linear layer named score" in said
+    assert not (folder / "runs").exists()
+    make_tiny_model(folder / "mixture", "qwen3_moe")
+    run("model.path=mixture", "model.lora={rank: 2, target_modules: [q_proj]}", "train.steps=1", "data.eval=null")

@@ -167,6 +167,8 @@ class MegatronBackend(BackgroundCheckpoints):
         return LoadedPart(parts, shapes, adapters, without_weights(model))
 
     def _load_full(self, name: RoleName, path: str, config: ModelConfig) -> Any:
+        if name == "reward_model" and config.lora is not None:
+            raise ConfigError("model.lora: Megatron trains reward models without adapters; leave it out, or use fsdp")
         full = name in TRAINED and (name != "policy" or config.lora is None)
         dtype = torch.float32 if full else compute_dtype(config.dtype, self.device)
         shape = model_config_only(path, config.trust_remote_code)

@@ -36,6 +36,8 @@ def check_adapters(model: ModelConfig) -> None:
             f"model.lora.target_modules: {', '.join(others)}: on Megatron adapters are supported on "
             f"{', '.join(PROJECTIONS)}; use those, or backend.type=fsdp"
         )
+    if model.lora.modules_to_save:
+        raise ConfigError("model.lora.modules_to_save: not supported on Megatron; leave it out, or use fsdp")
     if model.quantization is not None:
         raise ConfigError("model.quantization: Megatron's layers are not quantised; leave it out, or use fsdp")
     path = model.path

@@ -59,7 +59,7 @@ class NativeEngine(RequestEngine):
         >>> generate(engine, prompts, SamplingParams(max_completion_tokens=64))  # doctest: +SKIP
     """
 
-    seeded = exact = returns_candidates = supports_lora = shares_base = True
+    seeded = exact = returns_candidates = supports_lora = updates_parts = shares_base = True
     # A layer is four products and seven Triton kernels, in a CUDA graph. On an H200 the 113 products of a step of 256
     # rows took 4.0 ms, which is 26 us each beyond the card's rate. Estimated: 2 us for a kernel, 6 us for a product of
     # adapters.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.common.errors import reraise_as
 from atomrl.common.redaction import register_secrets
 from atomrl.common.secrets import check_unmasked
@@ -16,7 +17,7 @@ from atomrl.config import ConfigError, RunConfig
 from atomrl.models.decoder_spec import unsupported
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import load_tokenizer, model_config_only, resolve_folder
-from atomrl.models.lora import refuse_adapted, target_names
+from atomrl.models.lora import refuse_adapted, trained_places
 from atomrl.models.memory import empty_model
 from atomrl.models.quantized import linears
 from atomrl.models.scalar import is_classifier
@@ -80,7 +81,7 @@ def check_policy(config: RunConfig) -> None:
 
 
 def check_adapters(config: RunConfig) -> None:
-    """Check that the policy can have the LoRA adapters of `model.lora`.
+    """Check that the policy or reward model can have the LoRA adapters of `model.lora`.
 
     Raises:
         ConfigError: it cannot.
@@ -89,8 +90,9 @@ def check_adapters(config: RunConfig) -> None:
     if model.lora is None or model.path is None:
         return
     refuse_adapted(model.path)
-    empty = empty_model(model_config_only(model.path, model.trust_remote_code), model.trust_remote_code)
-    target_names(empty, empty.get_output_embeddings().weight, model.lora)
+    scores = isinstance(config.algorithm, RewardModelObjective)
+    empty = empty_model(model_config_only(model.path, model.trust_remote_code), model.trust_remote_code, scores)
+    trained_places(empty, None if scores else empty.get_output_embeddings().weight, model.lora)
 
 
 def check_companions(config: RunConfig, algorithm: Algorithm, path: str, tokenizer: Any) -> None:

@@ -38,6 +38,13 @@ def check_engine(config: RunConfig, path: str) -> type[RolloutEngine]:
             f"model.lora: {key} does not support LoRA adapters ({engine.__name__}.supports_lora is False): use "
             f"rollout.engine={others}, or remove model.lora"
         )
+    here = engine.updates_parts and config.cluster is None and rollout.source != "pool"
+    if config.model.lora is not None and config.model.lora.modules_to_save and not here:
+        others = " or ".join(name for name, kind in ENGINES.items() if kind.updates_parts)
+        raise ConfigError(
+            "model.lora.modules_to_save: only an engine in the process of the run gets weights beside adapters: use "
+            f"rollout.engine={others}, without the section cluster and rollout.source=pool"
+        )
     if reason := engine.refusal(train_sampling(config)):
         raise ConfigError(f"rollout.{reason}")
     if rollout.server:
