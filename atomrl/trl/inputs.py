@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.config import ConfigError, DataConfig
+from atomrl.config.adapters import HEADS
 from atomrl.data.columns import IMAGES
 from atomrl.data.files import DataError, RawRow, error_list
 from atomrl.data.images import ImageStore
@@ -296,7 +297,10 @@ def is_reward_model(reward: Any) -> bool:
     return "/" in reward or Path(reward).is_dir() if isinstance(reward, str) else hasattr(reward, "save_pretrained")
 
 
-LORA = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "target_modules"}
+LORA = {
+    "r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "target_modules",
+    "modules_to_save": "modules_to_save",
+}  # fmt: skip
 """peft's names -> keys of `model.lora`."""
 WITHOUT_EFFECT = {
     "task_type", "peft_type", "peft_version", "inference_mode", "base_model_name_or_path", "revision", "auto_mapping",
@@ -331,6 +335,8 @@ def lora_section(peft_config: Any) -> dict[str, Any] | None:
     section = {LORA[name]: value for name, value in options.items() if value is not None}
     if getattr(peft_config, "use_rslora", False):  # a scale of alpha / sqrt(rank) there, of alpha / rank here
         section["alpha"] = section["alpha"] * math.sqrt(section["rank"])
+    if whole := section.pop("modules_to_save", None):
+        section["modules_to_save"] = sorted({*whole} - {*HEADS})  # a reward model's head always is
     modules = section.get("target_modules")
     if modules is not None and not isinstance(modules, str):
         # a name with the comma of a shell command matches nothing, which peft ignores

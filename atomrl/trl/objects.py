@@ -154,9 +154,9 @@ class GivenModel:
                 raise ConfigError("model: a quantised model is read again from its name, but it has none")
             return name, adapters
         weights = {
-            name.replace(".base_layer.", "."): value
+            name.replace(".base_layer.", ".").replace(".original_module.", "."): value
             for name, value in self.base.state_dict().items()
-            if ".lora_" not in name
+            if ".lora_" not in name and ".modules_to_save." not in name
         }
         if self.adapted:
             self._save_base(folder, weights)
@@ -172,13 +172,19 @@ class GivenModel:
             plain = type(self.base)(self.base.config)
         plain.load_state_dict(dict(weights), assign=True, strict=False)
         plain.tie_weights()
-        plain.generation_config = self.base.generation_config
+        if hasattr(self.base, "generation_config"):  # a classifier has none
+            plain.generation_config = self.base.generation_config
         plain.save_pretrained(folder)
 
     def _write_adapters(self, folder: Path) -> str | None:
         """Save the adapters, if they were trained before: those of a new PeftModel change nothing (B = 0)."""
-        trained = any(
-            bool(weight.any()) for name, weight in self.model.named_parameters() if ".lora_B." in name or "_B" in name
+        weights = dict(self.model.named_parameters())
+        trained = any(bool(weight.any()) for name, weight in weights.items() if ".lora_B." in name or "_B" in name)
+        trained |= any(
+            not bool((weight == weights[name.replace(f".modules_to_save.{own}.", ".original_module.")]).all())
+            for own in self.model.peft_config
+            for name, weight in weights.items()
+            if f".modules_to_save.{own}." in name
         )
         if not trained:
             return None

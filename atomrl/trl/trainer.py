@@ -20,7 +20,8 @@ from atomrl.config import ConfigError, FSDPConfig, RunConfig, load_config, merge
 from atomrl.config.keys import renamed
 from atomrl.data.files import DataError
 from atomrl.data.problems import load_problems
-from atomrl.models.loading import load_tokenizer, resolve_folder
+from atomrl.models.loading import load_tokenizer, model_config_only, resolve_folder
+from atomrl.models.shapes import text_config
 from atomrl.rewards.scorer import parameters_of, takes_any
 from atomrl.rewards.table import REWARDS
 from atomrl.tracking.reading.lines import read_metrics
@@ -86,6 +87,8 @@ IDLE = frozenset({
 
 planning: Callable[["Trainer", RunConfig], None] | None = None
 """Set by `atomrl run --dry-run`: called where a run would start."""
+COPIES_ADAPTERS = ("grpo", "rloo", "dpo", "kto")
+"""Kinds whose reference is a copy of a trained `PeftModel` in TRL, not its base."""
 
 
 class TrainResult(dict[str, Any]):
@@ -139,7 +142,7 @@ class Trainer:
         callbacks: `transformers.TrainerCallback` objects, or functions `f(step, metrics)` that are called after every
             step; an exception ends the run.
         peft_config: train LoRA adapters instead of all weights: a `peft.LoraConfig`, or a dict with `r`, `lora_alpha`,
-            `lora_dropout`, `target_modules`.
+            `lora_dropout`, `target_modules`, `modules_to_save`.
         others: arguments that older versions of TRL had here and that are the config's today.
 
     Raises:
@@ -251,6 +254,11 @@ class Trainer:
         if peft_config is not None and self._given.lora is not None:
             raise ConfigError("peft_config: the model is a PeftModel already; give only one")
         self._lora = self._given.lora or lora_section(peft_config)
+        if self.kind == "reward" and self._lora is not None:
+            given = peft_config if self._given.lora is None else next(iter(self._given.model.peft_config.values()))
+            task, whole = getattr(given, "task_type", None), getattr(given, "modules_to_save", None) or ()
+            if task != "SEQ_CLS" and "score" not in whole:
+                self._notes.append("differs from TRL: score head: TRL trains it with SEQ_CLS only; here always")
         if self._lora is not None and getattr(self.args, "disable_dropout", False) and self._lora.get("dropout"):
             self._lora["dropout"] = 0.0
             self._notes.append("lora_dropout: 0, as TRL switches dropout off (disable_dropout)")
@@ -458,7 +466,9 @@ class Trainer:
         if self._eval_rows is not None:
             data["eval"] = str(inputs / "eval.jsonl")
             write_jsonl(self._eval_rows, inputs / "eval.jsonl")
-        lora = self._lora if adapters is None else {**(self._lora or {}), "start": adapters}
+        started = {} if adapters is None else {"start": adapters}
+        started |= {"reference": "start"} if started and self.kind in COPIES_ADAPTERS else {}
+        lora = {**(self._lora or {}), **started} if started else self._lora
         of_model = {"path": model, "tokenizer": None if tokenizer == model else tokenizer and str(tokenizer)}
         of_model |= {"lora": lora} | ({"quantization": self._quantization} if self._quantization else {})
         if self._reads_pictures and lora is None:  # as TRL, which trains what requires a gradient
@@ -660,7 +670,6 @@ class Trainer:
 
     @staticmethod
     def _load(folder: str | Path) -> Any:
-        from atomrl.models.loading import model_config_only
         from atomrl.models.shapes import auto_class
 
         return load_trained(folder, auto_class(model_config_only(folder)))
@@ -972,7 +981,9 @@ class RewardTrainer(Trainer):
     def _load(folder: str | Path) -> Any:
         from transformers import AutoModelForSequenceClassification
 
-        return load_trained(folder, AutoModelForSequenceClassification, num_labels=1)
+        model = load_trained(folder, AutoModelForSequenceClassification, num_labels=1)
+        text_config(model.config).pad_token_id = text_config(model_config_only(folder)).pad_token_id
+        return model
 
 
 def _check_reference(reference: Any, model: Any) -> None:

@@ -42,7 +42,7 @@ REFUSED: Mapping[str, str] = {
     "mask_history": "all answers of a conversation are trained on",
     "tokenized_path": "it writes tokenized rows, or trains on those there and not on dataset: remove the key",
     "ref_model": "the reference is the initial model",
-    "adapter_name_or_path": "merge the adapters first",
+    "create_new_adapter": "merge the adapters first: atomrl export",
     "reward_model": "only stage ppo has one",
     "ld_alpha": "it weighs the log-probs of the policy alone there, of the reference too here (algorithm.score)",
     "use_dora": "adapters are plain LoRA",
@@ -123,8 +123,8 @@ def translate(path: Path) -> Translation:
     t.version = VERSION
     t.reasons |= REASONS
     t.name_of(["stage", "finetuning_type"])
-    if kind == "reward" and tuning == "lora":
-        raise t.refuse("finetuning_type", tuning, "reward models are trained without adapters")
+    if tuning == "full":
+        t.refuse_set({"adapter_name_or_path": "finetuning_type=full trains no adapters: merge them first"})
     t.refuse_set({**REFUSED, "chat_template": TEMPLATE})
     if tuning == "lora" and "lora_alpha" not in settings:
         t.defaults = {**t.defaults, "lora_alpha": 2 * t.count("lora_r")}

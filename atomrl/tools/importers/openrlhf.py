@@ -303,7 +303,11 @@ def _dpo(t: Translation) -> None:
 
 
 def _reward_model(t: Translation) -> None:
-    t.refuse_set({"ds.lora.rank": "reward models are trained without adapters"})
+    if t.integer("ds.lora.rank"):
+        if t("ds.lora.target_modules") != "all-linear":
+            reason = "the score head is frozen there, and trained in full here: use all-linear"
+            raise t.refuse("ds.lora.target_modules", t("ds.lora.target_modules"), reason)
+        t.differ("score head beside adapters", "frozen, with an adapter", "trained in full")
     t.put("algorithm.name", "reward_model")
     t.choice("model.loss_type", t("model.loss_type"), {"sigmoid": "", "logexp": ""})  # the same equation
     t.put("algorithm.centring", 0.0)

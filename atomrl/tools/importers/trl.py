@@ -535,7 +535,8 @@ def _prompts(t: Translation) -> None:
 
 def translate_reward(t: Translation, processes: int) -> None:
     """Translate a reward model's own arguments."""
-    t.refuse_set({"use_peft": "reward models are trained without adapters"})
+    if t.library == "TRL" and t.flag("use_peft") and t("lora_task_type") != "SEQ_CLS":
+        t.differ("score head beside adapters", "trained with lora_task_type=SEQ_CLS only", "trained in full")
     t.put("algorithm.name", "reward_model")
     t.put(
         "algorithm.centring",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.config import ConfigError
+from atomrl.config.adapters import HEADS
 from atomrl.tools.importers.sources import Settings, hub_source
 from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation, share
 
@@ -108,7 +109,6 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "optim_args": ((None,), "AdamW is set by train.adam_*"),
     "optim_target_modules": ((None,), "all weights have the same optimizer"),
     "use_dora": ((None, False), "adapters are plain LoRA"),
-    "lora_modules_to_save": ((None, [], ["score"]), "only the adapters are trained"),
     "lora_target_parameters": ((None, []), "adapters are on linear layers"),
     "lora_bias": ((None, "none"), "only the adapters are trained"),
     "layers_to_transform": ((None,), "adapters are on all layers: select modules with model.lora.target_modules"),
@@ -590,10 +590,20 @@ def _model(t: Translation) -> None:
     t.name_of(["disable_dropout"])
     if not t.flag("use_peft"):
         t.reasons |= dict.fromkeys(
-            (*LORA_DEFAULTS, "lora_target_modules", "use_rslora"), "for adapters: use_peft is off"
+            (*LORA_DEFAULTS, "lora_target_modules", "lora_modules_to_save", "use_rslora"),
+            "for adapters: use_peft is off",
         )
         return
     t.defaults = {**LORA_DEFAULTS, **t.defaults}
+    if t.library == "LLaMA-Factory" and (start := t("adapter_name_or_path")) is not None:
+        if "," in str(start):
+            raise t.refuse("adapter_name_or_path", start, "give one folder of adapters, and merge the others first")
+        t.put("model.lora.start", str(start), "adapter_name_or_path")
+        if t.flag("disable_dropout"):
+            t.put("model.lora.dropout", 0.0)
+        for name in (*LORA_DEFAULTS, "lora_target_modules", "lora_modules_to_save", "use_rslora"):
+            t.leave(name, "the adapters in adapter_name_or_path have their own")
+        return
     rank, alpha = t.count("lora_r"), t.number("lora_alpha")
     rescaled = t.flag("use_rslora")
     t.put("model.lora.rank", rank, "lora_r")
@@ -606,6 +616,10 @@ def _model(t: Translation) -> None:
     else:
         one = isinstance(modules, str) and modules != "all-linear"
         t.put("model.lora.target_modules", [modules] if one else modules, "lora_target_modules")
+    whole = t("lora_modules_to_save") or []
+    whole = whole.split(",") if isinstance(whole, str) else whole
+    if whole := [name.strip() for name in whole if name.strip() not in HEADS]:  # a reward model's head always is
+        t.put("model.lora.modules_to_save", whole, "lora_modules_to_save")
 
 
 def _data(t: Translation) -> None:

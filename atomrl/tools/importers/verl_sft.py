@@ -2,7 +2,6 @@
 `sft_trainer`, whose rows are messages.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -216,27 +215,17 @@ def put_adapters(t: Translation, place: str) -> None:
     rank, alpha, modules = (str(t.name_of([place + new, place + old])) for new, old in names)
     if (method := t(f"{place}lora.lora_A_init_method")) is not None:
         t.choice(f"{place}lora.lora_A_init_method", method, {"kaiming": "kaiming"})
-    if (folder := t(f"{place}lora_adapter_path")) is not None:
-        t.put("model.lora.start", str(folder), f"{place}lora_adapter_path")
+    if (start := t(f"{place}lora_adapter_path")) is not None:
+        t.put("model.lora.start", str(start), f"{place}lora_adapter_path")
         if not t.integer(rank):
             t.approximate("lora_adapter_path: verl of August 2026 trains all weights without lora_rank; here adapters")
-        _saved_adapters(t, Path(str(folder)).expanduser() / "adapter_config.json")
-    elif t.integer(rank):
+        for name in (rank, alpha, modules):
+            t.leave(name, "the adapters in lora_adapter_path have their own")
+        return
+    if t.integer(rank):
         makers: tuple[Callable[[Any], Any], ...] = (int, float, same)
         for key, name, make in zip(("rank", "alpha", "target_modules"), (rank, alpha, modules), makers, strict=True):
             t.put(f"model.lora.{key}", make(t(name)), name)
-
-
-def _saved_adapters(t: Translation, file: Path) -> None:
-    """Set rank, alpha and layers of adapters that a run starts from: those of their file, as in verl."""
-    if not file.is_file():
-        t.to_do.append(f"model.lora: set rank, alpha and target_modules to those of {file}, which is not here")
-        return
-    saved = json.loads(file.read_text())
-    if odd := [name for name in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern") if saved.get(name)]:
-        raise ConfigError(f"{file} has {odd[0]}, which has no counterpart: merge the adapters into the model first")
-    for key, name in (("rank", "r"), ("alpha", "lora_alpha"), ("target_modules", "target_modules")):
-        t.put(f"model.lora.{key}", saved[name], because=f"{name} of {file}")
 
 
 def put_optimizer(t: Translation, place: str) -> None:

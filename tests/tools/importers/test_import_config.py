@@ -210,7 +210,7 @@ FILTER, TIS = "--algo.dynamic_filtering_enable", "--enable_vllm_is_correction"
         ("dpo --loss_type sigmoid hinge --loss_weights 1.0", "not 2 numbers"),
         ("dpo --use_weighting", "use_weighting=True"),
         ("dpo --loss_type apo_zero --f_divergence_type forward_kl", "apo_zero"),
-        ("dpo --truncation_mode keep_end", "keep_end"), ("reward --use_peft", "use_peft=True"),
+        ("dpo --truncation_mode keep_end", "keep_end"),
         ("sft --config none.yaml", "--config none.yaml is not there"),
         ("sft --model_name_or_path m --chat_template_path qwen.jinja", "chat_template"))),
     ("trl", f"{GRPO} a.b --chat_template_kwargs $KWARGS", "chat_template"),

@@ -1,10 +1,10 @@
 """Files of the shapes that public repositories have: each is imported as what it trains, or refused."""
 
-import json
 import math
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -66,14 +66,14 @@ SKYRL = "uv run -m skyrl.train.entrypoints.main_base trainer.policy.model.path=m
     ("accelerate launch bco.py --trl x", "bco.py, a Python file"),
     (f"{GRPO}reward_funcs: [cf_code]", "reward_funcs=cf_code .* supported names"),
     (f"{TRL}packing: true\nspectrum: 1", "has no argument 'spectrum'"),
-    (f"{TRL}lora_modules_to_save: [lm_head]\nuse_peft: true\npacking: true", "lora_modules_to_save"),
     (f"{LLAMA}stage: ppo\nfinetuning_type: full", "stage=ppo has no counterpart; supported: pt, sft, dpo, kto, rm"),
     (f"{LLAMA}stage: sft\nfinetuning_type: full\nlearning_rat: 1", r"a\.yaml:6: .* has no key .* mean 'learning_rate'"),
     (f"{LLAMA}stage: dpo\nfinetuning_type: full\nbeta: 0.2", "a.yaml:6: LLaMA-Factory has no key 'beta'"),  # TRL's name
     (f"{LLAMA}stage: kto\nfinetuning_type: full\npref_ftx: 0.2", "pref_ftx=0.2 .*: kto has no pairs"),
     (f"{LLAMA}stage: dpo\nfinetuning_type: full\nld_alpha: 0.5", "ld_alpha=0.5"),
     (f"{LLAMA}stage: sft\nfinetuning_type: freeze", "finetuning_type=freeze"),
-    (f"{LLAMA}stage: rm\nfinetuning_type: lora", "finetuning_type=lora has no counterpart .* without adapters"),
+    (f"{LLAMA}stage: sft\nfinetuning_type: full\nadapter_name_or_path: a", "adapter_name_or_path=a .* merge"),
+    (f"{LLAMA}stage: sft\nfinetuning_type: lora\nadapter_name_or_path: a,b", "one folder of adapters"),
     (f"{LLAMA}stage: sft\nfinetuning_type: full\nfreeze_multi_modal_projector: false", "a part of the tower"),
     (f"{LLAMA}stage: sft\nfinetuning_type: lora\nquantization_bit: 3", "quantization_bit=3 .* supported: 4, 8"),
     (f"{LLAMA}stage: sft\nfinetuning_type: full\ntokenized_path: rows", "tokenized_path=rows .* remove the key"),
@@ -126,6 +126,49 @@ def test_a_folder_names_the_trainer_of_an_older_file(name: str, read: Read) -> N
     imported = read(f"{TRL}torch_dtype: bfloat16", name)
     assert imported.config.algorithm.name == name.split("/")[0]
     assert any("torch_dtype is a key of an older TRL" in line for line in imported.differences)
+
+
+# ---- adapters ----
+
+
+OPENRLHF_RM = "deepspeed --module openrlhf.cli.train_rm --model.model_name_or_path m --data.dataset d.jsonl"
+
+
+@pytest.mark.parametrize(("text", "lora", "difference"), [
+    (f"{LLAMA}stage: rm\nfinetuning_type: lora\nlora_rank: 4", {"rank": 4, "alpha": 8}, None),
+    (f"{OPENRLHF_RM} --ds.lora.rank 4", {"rank": 4, "alpha": 16}, "score head beside adapters: OpenRLHF frozen"),
+    ("trl reward --model_name_or_path m --dataset_name d --use_peft --lora_r 4 --lora_task_type SEQ_CLS", {"rank": 4},
+     None),
+    ("trl reward --model_name_or_path m --dataset_name d --use_peft --lora_r 4", {"rank": 4}, "lora_task_type=SEQ_CLS"),
+])  # fmt: skip
+def test_reward_models_have_adapters(text: str, lora: dict[str, Any], difference: str | None, read: Read) -> None:
+    imported = read(text)
+    assert imported.config.kind == "reward-model"
+    given = imported.tree["model"]["lora"]
+    assert given | lora == given and "modules_to_save" not in given
+    said = [line for line in imported.differences if "score head" in line]
+    assert len(said) == (difference is not None) and all(str(difference) in line for line in said)
+
+
+@pytest.mark.parametrize("text", [
+    f"{TRL}lora_modules_to_save: [lm_head, embed_tokens]\nuse_peft: true\npacking: true",
+    f"{LLAMA}stage: sft\nfinetuning_type: lora\nadditional_target: lm_head,embed_tokens",
+])  # fmt: skip
+def test_modules_are_trained_beside_adapters(text: str, read: Read) -> None:
+    assert read(text).config.model.lora.modules_to_save == ["lm_head", "embed_tokens"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("text", [
+    f"{PPO} actor_rollout_ref.model.lora_adapter_path=there actor_rollout_ref.model.lora_rank=8",
+    f"{SFT} model.lora_adapter_path=there model.lora_rank=8 data.response_key=a data.prompt_key=p",
+    f"{LLAMA}stage: dpo\nfinetuning_type: lora\nlora_rank: 8\nadapter_name_or_path: there",
+])  # fmt: skip
+def test_training_starts_from_adapters(text: str, read: Read) -> None:
+    """Their settings are in their folder. The reference of these libraries is the base."""
+    imported = read(text)
+    lora = {key: value for key, value in imported.tree["model"]["lora"].items() if key != "dropout"}
+    assert lora == {"start": "there"} and imported.config.model.lora.reference == "base"  # type: ignore[union-attr]
+    assert any("lora_rank=8" in line and "have their own" in line for line in imported.without_counterpart)
 
 
 # ---- verl ----
@@ -215,18 +258,6 @@ def test_distillation_is_a_policy_gradient_by_the_teacher(read: Read) -> None:
     assert (algorithm["name"], algorithm["advantage"]) == ("on_policy_distillation", {"type": "reverse_kl"})
     assert algorithm["clip"] == {"type": "ppo", "low": 0.2, "high": 0.2, "dual": 3.0}
     assert any("distillation_loss.loss_max_clamp=10.0" in line for line in imported.differences)
-
-
-def test_adapters_to_start_from_have_the_rank_of_their_file(read: Read, tmp_path: Path) -> None:
-    start = f"{PPO} {MODEL}lora_adapter_path={tmp_path}"
-    assert "set rank, alpha and target_modules to those of" in read(start).to_do[0]
-    saved = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
-    lora = read(start).tree["model"]["lora"]
-    assert lora == {"start": str(tmp_path), "rank": 4, "alpha": 8, "target_modules": ["q_proj"]}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(saved | {"use_rslora": True}))
-    with pytest.raises(ConfigError, match=r"adapter_config\.json has use_rslora, which has no counterpart"):
-        read(start)
 
 
 def test_keys_of_verl_that_name_what_the_run_does_anyway(read: Read) -> None:
