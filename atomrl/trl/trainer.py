@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from atomrl.backends.launcher import follow_launcher
 from atomrl.common.files import write_jsonl
@@ -489,10 +489,10 @@ class Trainer:
         """Set `data.max_prompt_tokens` to the length of the longest prompt: TRL has no limit."""
         reader = image_reader(config, model_path(config))
         images = image_store(config, reader)
-        problems = load_problems(config.data, "train", config.seed, images=images).problems
-        if self._eval_rows is not None:
-            problems += load_problems(config.data, "eval", config.seed, images=images).problems
-        lengths = processor(config, policy_tokenizer(config), images=reader).lengths(problems)
+        reads = processor(config, policy_tokenizer(config), images=reader)
+        splits: list[Literal["train", "eval"]] = ["train"] if self._eval_rows is None else ["train", "eval"]
+        loaded = (load_problems(config.data, split, config.seed, images=images).problems for split in splits)
+        lengths = [length for problems in loaded for length in reads.lengths(problems)]
         data = config.data.model_copy(update={"max_prompt_tokens": max(lengths)})
         return config.model_copy(update={"data": data})
 

@@ -155,7 +155,6 @@ def test_a_dry_run_prepares_what_a_run_does(path, inside, capsys, monkeypatch, r
         ("configs/quickstart.yaml", "train.max_row_tokens=2", "max_row_tokens"),
         ("configs/algorithms/gkd.yaml", "teacher.path=./absent", "teacher.path"),
         ("configs/algorithms/ppo.yaml", "critic.path=./absent", "critic.path"),
-        ("configs/rlhf/reward_model.yaml", "model.lora={rank: 2}", "model.lora"),
         ("configs/pretrain_shakespeare_char.yaml", "pretrain.window_tokens=512", "pretrain.window_tokens=512"),
         ("configs/quickstart_sft.yaml", "sft.gpt.max_tokens=16", "sft.gpt.max_tokens"),
     ],

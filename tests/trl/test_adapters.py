@@ -78,7 +78,7 @@ def test_a_reward_model_is_trained_with_adapters(model, given):
     trainer.train()
     assert trainer.state.log_history[-1]["loss"] < 0.5
     tokenizer, own = trainer.tokenizer, trainer.model.eval()
-    inputs = tokenizer(["say 1aaa", "say 1bbb"], return_tensors="pt")
+    inputs = tokenizer([f"say 1aaa{tokenizer.eos_token}", f"say 1bbb{tokenizer.eos_token}"], return_tensors="pt")
     good, bad = own(**inputs).logits[:, 0].tolist()
     assert good > bad and own.config.num_labels == 1
 
