@@ -46,6 +46,14 @@ TEMPLATE = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 
+VISION_TEMPLATE = TEMPLATE.replace(
+    "{{- '<|im_start|>' + m.role + '\\n' + (m.content or '') }}",
+    "{{- '<|im_start|>' + m.role + '\\n' }}{%- if m.content is string %}{{- m.content }}{%- else %}"
+    "{%- for part in m.content or [] %}{%- if part.type == 'image' %}"
+    "{{- '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{%- else %}{{- part.text }}{%- endif %}{%- endfor %}{%- endif %}",
+)
+
 
 def make_model(folder: Path) -> Path:
     """Save a random Qwen2 of two layers whose tokens are bytes, with a ChatML template."""
@@ -73,18 +81,74 @@ def make_model(folder: Path) -> Path:
 
 
 def make_vision_model(model: Path, folder: Path) -> Path:
-    """Save a random Gemma 3 with a vision tower, with the same tokenizer."""
-    from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration
+    """Save a random Qwen2.5-VL with the same tokenizer, two layers and a small tower, and its processor."""
+    from transformers import AutoTokenizer, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
+    from transformers import Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
     tokenizer = AutoTokenizer.from_pretrained(model)
+    names = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
+    names |= {"vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
+    tokenizer.add_special_tokens({"additional_special_tokens": [*names.values()]})
+    tokenizer.chat_template = VISION_TEMPLATE
+    text = {
+        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16384, "eos_token_id": 2,
+        "pad_token_id": 0, "bos_token_id": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+    }  # fmt: skip
+    vision = {
+        "depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32,
+        "patch_size": 14, "fullatt_block_indexes": [1], "window_size": 56,
+    }  # fmt: skip
+    tokens = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
+    Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(text_config=text, vision_config=vision, **tokens)
+    ).save_pretrained(folder)
+    size = {"shortest_edge": 28**2, "longest_edge": 56**2}
+    Qwen2_5_VLProcessor(
+        Qwen2VLImageProcessor(patch_size=14, size=size), tokenizer, Qwen2VLVideoProcessor(patch_size=14, size=size),
+        chat_template=VISION_TEMPLATE,
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+def make_other_vision_model(model: Path, folder: Path) -> Path:
+    """Save a random Gemma 3 with a vision tower, of which AtomRL trains the language model alone, and its processor."""
+    from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration, Gemma3ImageProcessor
+    from transformers import Gemma3Processor
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        model, extra_special_tokens={"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"}
+    )
+    tokenizer.chat_template = VISION_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<boi>")
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
-    text = {**shape, "vocab_size": len(tokenizer), "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 16}
+    text = {**shape, "vocab_size": len(tokenizer), "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 16,
+            "max_position_embeddings": 16384, "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": None}  # fmt: skip
     vision = {**shape, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
     Gemma3ForConditionalGeneration(
-        Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=5)
+        Gemma3Config(
+            text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=tokenizer.image_token_id,
+            boi_token_index=tokenizer.boi_token_id, eoi_token_index=tokenizer.eoi_token_id, eos_token_id=2,
+        )  # fmt: skip
     ).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    Gemma3Processor(
+        Gemma3ImageProcessor(size={"height": 28, "width": 28}), tokenizer, chat_template=tokenizer.chat_template,
+        image_seq_length=4,
+    ).save_pretrained(folder)  # fmt: skip
     return folder
+
+
+WITH_TOWER = re.compile(
+    r"vl\b|vl-|vision|qwen-?3[._]5|gemma-?3-(4|12|27)b|gemma-?4|ministral-?3|llava|idefics|internvl|smolvlm", re.I
+)
+"""Part of the name of a model with a vision tower."""
+
+
+def stand_in_for(name: str, work: Path) -> Path:
+    """Return the tiny model that stands for a name on the hub."""
+    if not WITH_TOWER.search(name):
+        return work / "model"
+    return work / ("vision" if "qwen" in name.lower() else "other_vision")
 
 
 def user(text: str) -> dict[str, str]:
@@ -99,6 +163,8 @@ CODE = "```python\nprint(int(input()) + 1)\n```"
 PAIR = {"chosen": [user("hi"), assistant("Hello.")], "rejected": [user("hi"), assistant("no")]}
 MATH = {"problem": "What is 2+3?", "solution": "It is $\\boxed{5}$.", "answer": "5"}
 CHAT = {"messages": [user("What is 2+3?"), assistant("5")]}
+PICTURE = object()
+"""In a row: a picture."""
 CASES = [{"input": "1\n", "output": "2\n"}]
 ROWS: list[tuple[str, dict[str, Any]]] = [
     ("dmath-candidates", {"system_prompt": "Be exact.", "prompt": "What is 2+3?", "chosen": "5", "rejected": "6"}),
@@ -136,11 +202,13 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("cai-conversation|grok-conversation", CHAT | PAIR | {"prompt": "hi"}),
     ("biogrid_qa", {"question": "Is A B?", "answer": "yes"}),
     ("biogrid", {"Official_Symbol_Interactor_A": "A", "Official_Symbol_Interactor_B": "B"}),
-    ("mathvista|multimodal|rlaif-v|llava|mmiu|geometry3k|image", {
-        "image": None, "images": [b"\x89PNG"], "decoded_image": None, "problem": "<image>2?", "question": "2?",
-        "answer": "5", "solution": "5", "prompt": "2?", "answer_type": "float", "question_type": "free_form",
-        "query": "2?",
-        "messages": CHAT["messages"], **PAIR}),
+    ("rlaif-v", {"images": [PICTURE], "prompt": [user("hi")], "chosen": PAIR["chosen"][1:],
+                 "rejected": PAIR["rejected"][1:]}),
+    ("mmiu|llava", {"images": [PICTURE], "input_image_path": ["absent.png"], "context": "Be brief.", "question": "2?",
+                    "output": "2", **CHAT}),
+    ("mathvista", {"image": "images/1.jpg", "decoded_image": PICTURE, "question": "2?", "answer": "5",
+                   "answer_type": "float", "question_type": "free_form", "query": "2?"}),
+    ("multimodal|geometry3k", {"image": PICTURE, "problem": "2?", "solution": "$5$"}),
     ("rstar", {"question": "Add one.", "response": CODE, "seed_question": "x", "starter_code": ""}),
 ]  # fmt: skip
 """Part of a data set's name -> one row with its columns. The first that matches counts; any other is a chat."""
@@ -165,11 +233,22 @@ def load_dataset(path: str, name: Any = None, *_: Any, split: Any = None, data_f
 
 
 def json_copy(row: dict[str, Any], number: int) -> dict[str, Any]:
-    return {key: value if not isinstance(value, str) or number == 0 else f"{value} " for key, value in row.items()}
+    from PIL import Image
+
+    def copied(value: Any) -> Any:
+        if value is PICTURE:
+            return Image.new("RGB", (56, 56), (7 * number, 90, 30))
+        if isinstance(value, list):
+            return [copied(each) for each in value]
+        return value
+
+    return {
+        key: f"{value} " if isinstance(value, str) and number else copied(value) for key, value in row.items()
+    }
 
 
-def no_hub(models: Path, revisions: set[str], names: set[str], cache: Path) -> None:
-    """Put the tiny model under every name that a script mentions into a cache of the hub."""
+def no_hub(work: Path, revisions: set[str], names: set[str], cache: Path) -> None:
+    """Put a tiny model under every name that a script mentions into a cache of the hub."""
     for name in names:
         folder = cache / f"models--{name.replace('/', '--')}"
         (folder / "snapshots").mkdir(parents=True, exist_ok=True)
@@ -177,10 +256,10 @@ def no_hub(models: Path, revisions: set[str], names: set[str], cache: Path) -> N
         for revision in revisions:
             (folder / "refs" / revision).write_text("0" * 40)
         if not (folder / "snapshots" / ("0" * 40)).exists():
-            (folder / "snapshots" / ("0" * 40)).symlink_to(models)
+            (folder / "snapshots" / ("0" * 40)).symlink_to(stand_in_for(name, work))
 
 
-def stand_in(vision: Path) -> None:
+def stand_in() -> None:
     """Replace data sets, uploads and questions about the GPU."""
     import types
 
@@ -213,15 +292,14 @@ def stand_in(vision: Path) -> None:
     import transformers
 
     on_gpu = ("attn_implementation", "quantization_config", "device_map", "load_in_4bit", "load_in_8bit")
-    for name in ("AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoModelForSeq2SeqLM"):
+    kinds = ("CausalLM", "SequenceClassification", "Seq2SeqLM", "ImageTextToText")
+    for name in ("AutoModel", *(f"AutoModelFor{kind}" for kind in kinds)):
         auto: Any = getattr(transformers, name)
         auto.from_pretrained = classmethod(
             lambda cls, *a, _loaded=auto.from_pretrained.__func__, **k: _loaded(
                 cls, *a, **{key: value for key, value in k.items() if key not in on_gpu}
             )
         )
-    loaded = transformers.AutoModelForImageTextToText.from_pretrained.__func__
-    transformers.AutoModelForImageTextToText.from_pretrained = classmethod(lambda cls, *_, **__: loaded(cls, vision))
     chosen = datasets.Dataset.select
     datasets.Dataset.select = lambda self, indices, *a, **k: chosen(
         self, [n for n in indices if 0 <= n < len(self)] or range(min(4, len(self))), *a, **k
@@ -286,12 +364,12 @@ def child(work: Path, script: Path, arguments: list[str]) -> None:
     names = {name for name in names if len(name) < 100}
     names.add("EleutherAI/pythia-160m")  # PPOConfig's default
     revisions = {*re.findall(r"revision: ([\w.-]+)", "\n".join(texts)), "main"}
-    no_hub(work / "model", revisions, {name for name in names if not Path(name).exists()}, work / "hub")
+    no_hub(work, revisions, {name for name in names if not Path(name).exists()}, work / "hub")
     sys.path[:0] = [
         str(each) for each in (script.parents[2] / "src", script.parents[1] / "src", script.parent) if each.is_dir()
     ]
     os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
-    stand_in(work / "vision")
+    stand_in()
     cut_short()
     from atomrl.cli.main import main
 
@@ -409,8 +487,9 @@ def main() -> None:
     os.environ |= OFFLINE | {"HF_HUB_CACHE": str(given.work / "hub")}
     for name in LIBRARIES:
         importlib.import_module(name)
-    if not (given.work / "vision" / "config.json").exists():
+    if not (given.work / "other_vision" / "config.json").exists():
         make_vision_model(make_model(given.work / "model"), given.work / "vision")
+        make_other_vision_model(given.work / "model", given.work / "other_vision")
     entries = [line.split("#")[0].strip() for line in given.list.read_text(encoding="utf-8").splitlines()]
     results: list[tuple[str, str, str]] = []
     for line in filter(None, entries):

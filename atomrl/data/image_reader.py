@@ -29,7 +29,7 @@ class ImageReader:
 
     Args:
         folder: folder of the run's pictures.
-        model: folder of the model, with its preprocessor_config.json.
+        model: folder of the model, with its preprocessor_config.json or processor_config.json.
         config: the model's transformers config.
         min_pixels: a smaller picture is enlarged to it; None: the model's setting.
         max_pixels: a larger picture is reduced to it; None: the model's setting.
@@ -77,8 +77,8 @@ class ImageReader:
     @property
     def settings(self) -> str:
         """Settings on which tokens and patches depend, besides the picture."""
-        file = Path(self.model) / "preprocessor_config.json"
-        return f"{self.limits} {file.read_text(encoding='utf-8') if file.is_file() else ''}"
+        files = [Path(self.model) / name for name in ("preprocessor_config.json", "processor_config.json")]
+        return f"{self.limits} {next((file.read_text(encoding='utf-8') for file in files if file.is_file()), '')}"
 
     def tokens(self, image: Image) -> int:
         """Return the number of tokens of a picture.

@@ -494,14 +494,19 @@ def save_settings(model: Any, tokenizer: Any, folder: str | Path, dtype: torch.d
     for part in (config, tokenizer, _generation_config(model, config, tokenizer)):
         if part is not None:
             part.save_pretrained(folder)
-    source = Path(model.config._name_or_path)
-    for name in PROCESSOR_FILES:
-        if model.config._name_or_path and (source / name).is_file() and source.resolve() != Path(folder).resolve():
-            shutil.copyfile(source / name, Path(folder) / name)
+    if model.config._name_or_path:
+        copy_processor(model.config._name_or_path, folder)
     make_readable(folder)
     for kind in type(getattr(model, "inner", model)).__mro__:
         if vars(kind).get("_auto_class"):  # the model's own code; config and tokenizer have saved theirs
             custom_object_save(kind, folder)
+
+
+def copy_processor(source: str | Path, folder: str | Path) -> None:
+    """Copy the settings of a model's processor of pictures, if its folder has them."""
+    for name in PROCESSOR_FILES:
+        if (file := Path(source) / name).is_file() and Path(source).resolve() != Path(folder).resolve():
+            shutil.copyfile(file, Path(folder) / name)
 
 
 def _generation_config(model: Any, config: Any, tokenizer: Any) -> Any:

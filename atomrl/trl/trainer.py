@@ -5,7 +5,6 @@ import copy
 import functools
 import itertools
 import json
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from atomrl.config import ConfigError, FSDPConfig, RunConfig, load_config, merge
 from atomrl.config.keys import renamed
 from atomrl.data.files import DataError
 from atomrl.data.problems import load_problems
-from atomrl.models.loading import load_tokenizer, model_config_only, resolve_folder
+from atomrl.models.loading import copy_processor, load_tokenizer, model_config_only, resolve_folder
 from atomrl.models.shapes import text_config
 from atomrl.rewards.scorer import parameters_of, takes_any
 from atomrl.rewards.table import REWARDS
@@ -55,7 +54,7 @@ from atomrl.trl.inputs import (
 from atomrl.trl.objects import GivenModel, load_trained, quantization_of, with_template, without_new_pad
 from atomrl.trl.state import RunState
 
-INPUTS, PROCESSOR = "inputs", "preprocessor_config.json"
+INPUTS = "inputs"
 OWN_TOKENIZER = object()
 """For `reward_processing_classes`: the policy's."""
 UNTRAINED = "length_penalty"
@@ -452,8 +451,7 @@ class Trainer:
             for part in filter(None, parts):
                 part.save_pretrained(folder)
         model, adapters = self._given.write(inputs / "model") if not resume else self._written(inputs)
-        reads = self._image_processor is not None or self._reads_pictures
-        if reads and not resume and model == str(inputs / "model"):
+        if self._has_processor and not resume and model == str(inputs / "model"):
             self._write_image_processor(inputs / "model")
         tokenizer = self._initial_tokenizer
         if tokenizer is not None and not isinstance(tokenizer, str | Path):
@@ -496,13 +494,17 @@ class Trainer:
         data = config.data.model_copy(update={"max_prompt_tokens": max(lengths)})
         return config.model_copy(update={"data": data})
 
+    @property
+    def _has_processor(self) -> bool:
+        return self._image_processor is not None or self._reads_pictures
+
     def _write_image_processor(self, folder: Path) -> None:
-        """Save the image processor of a model that was given as an object, beside its weights."""
-        name = getattr(self._given.base.config, "_name_or_path", "")
+        """Save the image processor beside the model's weights: that of the arguments, or the model's own."""
+        name = self._given.model if self._given.is_name else getattr(self._given.base.config, "_name_or_path", "")
         if self._image_processor is not None:
             self._image_processor.save_pretrained(folder)
-        elif name and (own := resolve_folder(name, weights=False) / PROCESSOR).is_file():
-            shutil.copy(own, folder / PROCESSOR)
+        elif name:
+            copy_processor(resolve_folder(name, weights=False), folder)
 
     def _written(self, inputs: Path) -> tuple[str, str | None]:
         adapters = inputs / "adapters"
@@ -567,7 +569,7 @@ class Trainer:
         self._events = Events([*self._events.callbacks, *events.callbacks])
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
-        """Save model and tokenizer in Hugging Face layout.
+        """Save model, tokenizer and image processor in Hugging Face layout.
 
         Args:
             output_dir: None: the run's folder.
@@ -577,6 +579,8 @@ class Trainer:
 
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+        if self._has_processor:
+            self._write_image_processor(Path(folder))
         make_readable(folder)
 
     @property
