@@ -82,8 +82,14 @@ def make_model(folder: Path) -> Path:
 
 def make_vision_model(model: Path, folder: Path) -> Path:
     """Save a random Qwen2.5-VL with the same tokenizer, two layers and a small tower, and its processor."""
-    from transformers import AutoTokenizer, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
-    from transformers import Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+    from transformers import (
+        AutoTokenizer,
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2_5_VLProcessor,
+        Qwen2VLImageProcessor,
+        Qwen2VLVideoProcessor,
+    )
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     names = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
@@ -114,8 +120,13 @@ def make_vision_model(model: Path, folder: Path) -> Path:
 
 def make_other_vision_model(model: Path, folder: Path) -> Path:
     """Save a random Gemma 3 with a vision tower, of which AtomRL trains the language model alone, and its processor."""
-    from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration, Gemma3ImageProcessor
-    from transformers import Gemma3Processor
+    from transformers import (
+        AutoTokenizer,
+        Gemma3Config,
+        Gemma3ForConditionalGeneration,
+        Gemma3ImageProcessor,
+        Gemma3Processor,
+    )
 
     tokenizer = AutoTokenizer.from_pretrained(
         model, extra_special_tokens={"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"}
@@ -125,12 +136,11 @@ def make_other_vision_model(model: Path, folder: Path) -> Path:
     text = {**shape, "vocab_size": len(tokenizer), "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 16,
             "max_position_embeddings": 16384, "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": None}  # fmt: skip
     vision = {**shape, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
-    Gemma3ForConditionalGeneration(
-        Gemma3Config(
-            text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=tokenizer.image_token_id,
-            boi_token_index=tokenizer.boi_token_id, eoi_token_index=tokenizer.eoi_token_id, eos_token_id=2,
-        )  # fmt: skip
-    ).save_pretrained(folder)
+    settings = Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=tokenizer.image_token_id,
+        boi_token_index=tokenizer.boi_token_id, eoi_token_index=tokenizer.eoi_token_id, eos_token_id=2,
+    )  # fmt: skip
+    Gemma3ForConditionalGeneration(settings).save_pretrained(folder)
     Gemma3Processor(
         Gemma3ImageProcessor(size={"height": 28, "width": 28}), tokenizer, chat_template=tokenizer.chat_template,
         image_seq_length=4,
@@ -167,6 +177,13 @@ PICTURE = object()
 """In a row: a picture."""
 CASES = [{"input": "1\n", "output": "2\n"}]
 ROWS: list[tuple[str, dict[str, Any]]] = [
+    ("rlaif-v", {"images": [PICTURE], "prompt": [user("hi")], "chosen": PAIR["chosen"][1:],
+                 "rejected": PAIR["rejected"][1:]}),
+    ("mmiu|llava", {"images": [PICTURE], "input_image_path": ["absent.png"], "context": "Be brief.", "question": "2?",
+                    "output": "2", **CHAT}),
+    ("mathvista", {"image": "images/1.jpg", "decoded_image": PICTURE, "question": "2?", "answer": "5",
+                   "answer_type": "float", "question_type": "free_form", "query": "2?"}),
+    ("multimodal|geometry3k", {"image": PICTURE, "problem": "2?", "solution": "$5$"}),
     ("dmath-candidates", {"system_prompt": "Be exact.", "prompt": "What is 2+3?", "chosen": "5", "rejected": "6"}),
     ("dolphin", {"instruction": "Add.", "input": "2+3", "accepted": "5", "rejected": "6"}),
     ("simpletoolcalling", {"user_content": "Weather in Rome?", "tool_name": "get_weather",
@@ -202,34 +219,25 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("cai-conversation|grok-conversation", CHAT | PAIR | {"prompt": "hi"}),
     ("biogrid_qa", {"question": "Is A B?", "answer": "yes"}),
     ("biogrid", {"Official_Symbol_Interactor_A": "A", "Official_Symbol_Interactor_B": "B"}),
-    ("rlaif-v", {"images": [PICTURE], "prompt": [user("hi")], "chosen": PAIR["chosen"][1:],
-                 "rejected": PAIR["rejected"][1:]}),
-    ("mmiu|llava", {"images": [PICTURE], "input_image_path": ["absent.png"], "context": "Be brief.", "question": "2?",
-                    "output": "2", **CHAT}),
-    ("mathvista", {"image": "images/1.jpg", "decoded_image": PICTURE, "question": "2?", "answer": "5",
-                   "answer_type": "float", "question_type": "free_form", "query": "2?"}),
-    ("multimodal|geometry3k", {"image": PICTURE, "problem": "2?", "solution": "$5$"}),
     ("rstar", {"question": "Add one.", "response": CODE, "seed_question": "x", "starter_code": ""}),
 ]  # fmt: skip
 """Part of a data set's name -> one row with its columns. The first that matches counts; any other is a chat."""
 
 
 def load_dataset(path: str, name: Any = None, *_: Any, split: Any = None, data_files: Any = None, **__: Any) -> Any:
-    """Return 32 rows with the columns of the data set `path`, with the splits that are asked for."""
+    """Return 192 rows with the columns of the data set `path`, with the splits that are asked for."""
     from datasets import Dataset, DatasetDict
 
     named = f"{path} {data_files}".lower()
     row = next((row for part, row in ROWS if re.search(part, named)), CHAT | {"prompt": "hi", "text": "A text."})
 
-    def rows() -> Any:
-        return Dataset.from_list([json_copy(row, number) for number in range(32)])
-
+    rows = Dataset.from_list([json_copy(row, number) for number in range(192)])
     if isinstance(split, list):
-        return [rows() for _ in split]
+        return [rows for _ in split]
     if split is not None:
-        return rows()
+        return rows
     names = ("train", "test", "train_sft", "test_sft", "train_prefs", "test_prefs", "validation")
-    return DatasetDict({each: rows() for each in names})
+    return DatasetDict(dict.fromkeys(names, rows))
 
 
 def json_copy(row: dict[str, Any], number: int) -> dict[str, Any]:
@@ -237,14 +245,12 @@ def json_copy(row: dict[str, Any], number: int) -> dict[str, Any]:
 
     def copied(value: Any) -> Any:
         if value is PICTURE:
-            return Image.new("RGB", (56, 56), (7 * number, 90, 30))
+            return Image.new("RGB", (56, 56), (number, 90, 30))
         if isinstance(value, list):
             return [copied(each) for each in value]
         return value
 
-    return {
-        key: f"{value} " if isinstance(value, str) and number else copied(value) for key, value in row.items()
-    }
+    return {key: f"{value} " if isinstance(value, str) and number else copied(value) for key, value in row.items()}
 
 
 def no_hub(work: Path, revisions: set[str], names: set[str], cache: Path) -> None:
@@ -283,13 +289,14 @@ def stand_in() -> None:
     torch.cuda.max_memory_reserved = torch.cuda.memory_allocated = lambda *_: 0
     moved = torch.nn.Module.to
     torch.nn.Module.to = lambda self, *a, **k: self if a and str(a[0]).startswith("cuda") else moved(self, *a, **k)
-    for name in ("Tensor.to", "BatchEncoding.to"):
-        owner: Any = torch.Tensor if name.startswith("Tensor") else __import__("transformers").BatchEncoding
+    import transformers
+
+    owners: tuple[Any, ...] = (torch.Tensor, transformers.BatchEncoding, transformers.BatchFeature)
+    for owner in owners:
         kept = owner.to
         owner.to = lambda self, *a, _kept=kept, **k: (
             self if a and str(a[0]).startswith("cuda") else _kept(self, *a, **k)
         )
-    import transformers
 
     on_gpu = ("attn_implementation", "quantization_config", "device_map", "load_in_4bit", "load_in_8bit")
     kinds = ("CausalLM", "SequenceClassification", "Seq2SeqLM", "ImageTextToText")
@@ -302,7 +309,7 @@ def stand_in() -> None:
         )
     chosen = datasets.Dataset.select
     datasets.Dataset.select = lambda self, indices, *a, **k: chosen(
-        self, [n for n in indices if 0 <= n < len(self)] or range(min(4, len(self))), *a, **k
+        self, [n for n in indices if 0 <= n < len(self)] or range(min(16, len(self))), *a, **k
     )
     colab, vllm = types.ModuleType("google.colab"), types.ModuleType("vllm")
     colab.userdata = types.SimpleNamespace(get=lambda *_: "x")  # type: ignore[attr-defined]
@@ -317,7 +324,7 @@ def stand_in() -> None:
 
 
 SMALL = {
-    "max_length": 4096,  # of bytes
+    "max_length": 4096, "max_prompt_length": 4096,  # of bytes
     "max_steps": 2, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "gradient_accumulation_steps": 1,
     "num_generations": 4, "generation_batch_size": None, "steps_per_generation": None, "max_completion_length": 8,
     "num_generations_eval": 4, "use_cpu": True, "bf16": False, "fp16": False, "response_length": 8, "max_new_tokens": 8,

@@ -10,6 +10,7 @@ from typing import Any
 from atomrl.config import ConfigError
 from atomrl.models.loading import adapted_path, load_tokenizer, model_config_only, resolve_folder
 from atomrl.models.shapes import text_config, tower_weights
+from atomrl.trl.adapters import adapted_targets
 from atomrl.trl.inputs import lora_section
 
 ADAPTERS = "adapter_model.safetensors"
@@ -98,13 +99,8 @@ class GivenModel:
             if len(model.peft_config) > 1:
                 raise ConfigError(f"model has several adapters ({', '.join(model.peft_config)}): keep one")
             self.lora = lora_section(next(iter(model.peft_config.values())))
-            targets = self.lora and self.lora.get("target_modules")
-            if self.lora is not None and isinstance(
-                targets, list
-            ):  # without those that peft ignored, as they match nothing
-                names = [name.partition(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name]
-                there = [one for one in targets if any(f".{name}".endswith(f".{one}") for name in names)]
-                self.lora["target_modules"] = there
+            if self.lora is not None:  # without those that peft ignored, as they match nothing
+                self.lora["target_modules"] = adapted_targets(self.base)
         settings = getattr(self.base.config, "quantization_config", None)
         if getattr(self.base, "is_quantized", False) or settings is not None:
             self.quantization = quantization_of(settings, self.notes)
@@ -120,10 +116,15 @@ class GivenModel:
         return isinstance(self.model, str | Path)
 
     @property
+    def config(self) -> Any:
+        """The transformers config."""
+        return model_config_only(self.model) if self.is_name else self.base.config
+
+    @property
     def embeddings(self) -> int:
         """Number of token embeddings."""
         if self.is_name:
-            return int(text_config(model_config_only(self.model)).vocab_size)
+            return int(text_config(self.config).vocab_size)
         return int(self.base.get_input_embeddings().num_embeddings)
 
     @property

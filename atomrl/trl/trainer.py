@@ -36,6 +36,7 @@ from atomrl.trainer.build import (
     with_steps,
 )
 from atomrl.trainer.loop import Callback
+from atomrl.trl.adapters import default_targets, tower_adapters, tower_targets
 from atomrl.trl.arguments import NAMES, GRPOArgs, hint
 from atomrl.trl.callbacks import Events, split_callbacks
 from atomrl.trl.configs import CONFIGS, TRLConfig, from_training_arguments
@@ -204,6 +205,8 @@ class Trainer:
         """The resolved config of the run; None before `train`."""
         self._train_rows, self._eval_rows = self._read_rows(train_dataset, eval_dataset)
         self._reads_pictures = has_pictures(self._train_rows)
+        if self._reads_pictures and self._lora is not None:
+            self._check_tower(self._lora.get("target_modules", "all-linear"))
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._items: list[dict[str, Any]] = []
         self._local: dict[str, Any] = {}
@@ -258,6 +261,8 @@ class Trainer:
             task, whole = getattr(given, "task_type", None), getattr(given, "modules_to_save", None) or ()
             if task != "SEQ_CLS" and "score" not in whole:
                 self._notes.append("differs from TRL: score head: TRL trains it with SEQ_CLS only; here always")
+        if self._lora is not None and "target_modules" not in self._lora and not isinstance(peft_config, Mapping):
+            self._lora["target_modules"] = default_targets(self._given.config.model_type)
         if self._lora is not None and getattr(self.args, "disable_dropout", False) and self._lora.get("dropout"):
             self._lora["dropout"] = 0.0
             self._notes.append("lora_dropout: 0, as TRL switches dropout off (disable_dropout)")
@@ -267,6 +272,25 @@ class Trainer:
         if self._lora is None and self._given.frozen == "others":
             raise ConfigError(
                 "model: some of its weights are frozen (requires_grad): here all weights are trained, or all but the "
+                "vision tower"
+            )
+
+    def _check_tower(self, targets: Any) -> None:
+        """Compare the adapters with those of peft, which are on layers of a vision tower too.
+
+        Raises:
+            ConfigError: the model has such adapters; text alone does not train them, and pictures would.
+        """
+        given = tower_adapters(self._given.base) if self._given.adapted else []
+        meant = [] if self._given.adapted else tower_targets(self._given.config, targets)
+        if given or (meant and isinstance(targets, str) and targets != "all-linear"):
+            raise ConfigError(
+                f"the vision tower has adapters ({(given or meant)[0]}, ...), and here only the language model "
+                "gets some: name its layers in target_modules (unsloth: finetune_vision_layers=False)"
+            )
+        if meant:
+            self._notes.append(
+                f"differs from TRL: adapters are on the language model alone, and not on {len(meant)} layers of the "
                 "vision tower"
             )
 

@@ -1,10 +1,20 @@
 """What scripts of unsloth import: models with adapters, as transformers and peft load them."""
 
+import __future__
+
+import ast
+import ctypes
+import functools
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
 from functools import partial
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 from atomrl.config import ConfigError
+from atomrl.models.shapes import auto_class, is_whole, tower_weights
 from atomrl.redirect import absent
 
 __version__ = "2026.1"
@@ -24,14 +34,14 @@ class FastLanguageModel:
         full_finetuning: bool = False,
         **options: Any,
     ) -> tuple[Any, Any]:
-        """Return the model and its tokenizer, in 4 or 8 bits on a GPU.
+        """Return the model, in 4 or 8 bits on a GPU, and its tokenizer; its processor if it has a vision tower.
 
         Args:
             max_seq_length: has no effect: lengths are arguments of the trainer.
             options: others of unsloth (`fast_inference`, `gpu_memory_utilization`, ...), which only set how it runs.
         """
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
         given: dict[str, Any] = {"dtype": dtype or "auto", "token": token}
         if torch.cuda.is_available() and (load_in_4bit or load_in_8bit) and not full_finetuning:
@@ -41,11 +51,14 @@ class FastLanguageModel:
                 load_in_8bit=load_in_8bit, load_in_4bit=load_in_4bit and not load_in_8bit, bnb_4bit_quant_type="nf4"
             )
             given["device_map"] = {"": torch.cuda.current_device()}
-        model = AutoModelForCausalLM.from_pretrained(model_name, **given)
+        config = AutoConfig.from_pretrained(model_name, token=token)
+        model = _with_members(auto_class(config).from_pretrained(model_name, **given))
+        if is_whole(config):
+            return model, _taking_messages(AutoProcessor.from_pretrained(model_name, token=token))
         tokenizer = AutoTokenizer.from_pretrained(model_name, token=token)
         # unsloth's scripts expect token ids, which transformers 5 returns in a dict
         vars(tokenizer)["apply_chat_template"] = partial(tokenizer.apply_chat_template, return_dict=False)
-        return _with_members(model), tokenizer
+        return model, tokenizer
 
     @staticmethod
     def get_peft_model(
@@ -55,6 +68,10 @@ class FastLanguageModel:
         lora_alpha: float = 16,
         lora_dropout: float = 0.0,
         bias: str = "none",
+        finetune_vision_layers: bool = True,
+        finetune_language_layers: bool = True,
+        finetune_attention_modules: bool = True,
+        finetune_mlp_modules: bool = True,
         use_rslora: bool = False,
         modules_to_save: Any = None,
         random_state: int | None = None,
@@ -63,17 +80,25 @@ class FastLanguageModel:
         """Return the model with new adapters.
 
         Args:
+            finetune_vision_layers, finetune_language_layers, finetune_attention_modules, finetune_mlp_modules: False:
+                no adapters there.
             random_state: has no effect: the seed of the adapters is the trainer's.
-            options: others of unsloth (`use_gradient_checkpointing`, `loftq_config`, `finetune_*`).
+            options: others of unsloth (`use_gradient_checkpointing`, `loftq_config`).
+
+        Raises:
+            ConfigError: `finetune_audio_layers`, `finetune_last_n_layers` or `layers_to_transform` is set.
         """
         from peft import LoraConfig, get_peft_model
 
-        if options.get("finetune_vision_layers"):
-            raise ConfigError("get_peft_model(finetune_vision_layers=True): adapters leave the vision tower alone")
-        options_of_peft: dict[str, Any] = {"lora_alpha": lora_alpha, "bias": bias}
+        for name in ("finetune_audio_layers", "finetune_last_n_layers", "layers_to_transform", "qat_scheme"):
+            if options.get(name):
+                raise ConfigError(f"get_peft_model({name}=...) has no counterpart: select layers with target_modules")
+        parts = {"vision": finetune_vision_layers, "language": finetune_language_layers}
+        parts |= {"attention": finetune_attention_modules, "mlp": finetune_mlp_modules}
         settings = LoraConfig(
-            r=r, lora_dropout=lora_dropout, use_rslora=use_rslora, **options_of_peft,
-            target_modules=target_modules or "all-linear", modules_to_save=modules_to_save, task_type="CAUSAL_LM",
+            r=r, lora_dropout=lora_dropout, use_rslora=use_rslora, lora_alpha=lora_alpha,  # type: ignore[arg-type]
+            bias=bias, target_modules=_targets(model, target_modules, parts),  # type: ignore[arg-type]
+            modules_to_save=modules_to_save, task_type="CAUSAL_LM",
         )  # fmt: skip
         return _with_members(get_peft_model(model, settings))
 
@@ -88,7 +113,56 @@ class FastLanguageModel:
         return model
 
 
-FastModel = FastLanguageModel
+FastModel = FastVisionModel = FastLanguageModel
+KINDS = {
+    "attention": ("self_attn", "attention", "attn", "mixer"),
+    "mlp": ("mlp", "feed_forward", "ffn", "dense", "mixer"),
+}
+"""Kind of module -> parts of the names of its layers."""
+
+
+def _targets(model: Any, targets: Any, parts: Mapping[str, bool]) -> list[str] | str:
+    """Return `target_modules` for peft: the layers that `get_peft_model` selects.
+
+    Args:
+        targets: ends of their names; None: all linear layers of attention and MLP.
+        parts: `vision`, `language`, `attention`, `mlp` -> whether it gets adapters.
+
+    Raises:
+        ConfigError: no layer is selected.
+    """
+    if isinstance(targets, str) and targets != "all-linear":
+        return targets
+    if isinstance(targets, list | tuple) and all(parts.values()):
+        return list(targets)
+    tower = {name.rpartition(".")[0] for name in tower_weights(model)}
+    words = [word for kind, kept in KINDS.items() for word in KINDS[kind] if parts[kind]]
+    chosen = []
+    for name, module in model.named_modules():
+        if not hasattr(module, "weight") or module.weight.dim() != 2 or module is model.get_output_embeddings():
+            continue
+        owner = name.rpartition(".")[0]
+        listed = any(f".{name}".endswith(f".{one}") for one in targets) if isinstance(targets, list | tuple) else True
+        if listed and parts["vision" if name in tower else "language"] and any(word in owner for word in words):
+            chosen.append(name)
+    if not chosen:
+        raise ConfigError("get_peft_model: no layer is selected by target_modules and the finetune_ arguments")
+    return chosen
+
+
+def _taking_messages(processor: Any) -> Any:
+    """Return a processor whose `text` may be messages, which it renders as a prompt."""
+    kind = type(processor)
+
+    def call(self: Any, images: Any = None, text: Any = None, *others: Any, **options: Any) -> Any:
+        if isinstance(text, list) and text and isinstance(text[0], Mapping) and "role" in text[0]:
+            prompt = options.pop("add_generation_prompt", True)
+            text = self.apply_chat_template(text, tokenize=False, add_generation_prompt=prompt)
+        return kind.__call__(self, images, text, *others, **options)
+
+    # `save_pretrained` writes the name of the class
+    processor.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+    return processor
 
 
 def _with_members(model: Any) -> Any:
@@ -172,6 +246,156 @@ def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **_: Any) -
     return tokenizer
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Helpers of rewards that run functions which a model wrote
+
+
+def execute_with_time_limit(seconds: float, *, backend: str = "signal", **_: Any) -> Callable[[Any], Any]:
+    """Return a decorator of functions: a call that takes longer raises TimeoutError.
+
+    The error is raised between two steps of Python, so it does not interrupt a call of C code, such as `time.sleep`.
+    If the code catches it, it is raised again.
+
+    Args:
+        backend: `signal` or `auto`: the function runs in this thread.
+
+    Raises:
+        ValueError: the limit is not above 0.
+        ConfigError: `backend="process"`.
+
+    Example:
+        >>> @execute_with_time_limit(0.1)
+        ... def forever():
+        ...     while True: pass
+        >>> forever()
+        Traceback (most recent call last):
+            ...
+        TimeoutError: no result after 0.1 s
+    """
+    if seconds <= 0:
+        raise ValueError("seconds must be above 0")
+    if backend == "process":
+        raise ConfigError("execute_with_time_limit(backend='process'): only 'signal' and 'auto' are here")
+
+    def decorator(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def limited(*args: Any, **kwargs: Any) -> Any:
+            watch, begun, called, over = _Watch(seconds), time.monotonic(), False, False
+            result = error = None
+            while not watch.ended:
+                try:
+                    if not called:
+                        called = True
+                        result = function(*args, **kwargs)
+                    watch.end()
+                except _Over:
+                    over = True
+                except Exception as raised:
+                    error = raised
+            if over or time.monotonic() - begun > seconds:
+                raise TimeoutError(f"no result after {seconds:g} s") from None
+            if error is not None:
+                raise error
+            return result
+
+        return limited
+
+    return decorator
+
+
+class _Over(TimeoutError):
+    """Raised in the code of a function whose time is over."""
+
+
+class _Watch:
+    """Raises `_Over` in this thread after some seconds, and every second from then on, until its `end`."""
+
+    def __init__(self, seconds: float) -> None:
+        self._thread, self._lock, self._ended = threading.get_ident(), threading.Lock(), threading.Event()
+        threading.Thread(target=self._run, args=(seconds,), daemon=True).start()
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.is_set()
+
+    def _run(self, seconds: float) -> None:
+        while not self._ended.wait(seconds):
+            with self._lock:
+                if not self.ended:
+                    self._set(ctypes.py_object(_Over))
+            seconds = 1.0
+
+    def end(self) -> None:
+        """Raise no more."""
+        with self._lock:
+            self._set(None)
+            self._ended.set()
+
+    def _set(self, error: Any) -> None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), error)
+
+
+def check_python_modules(code: str) -> tuple[bool, dict[str, Any]]:
+    """Return whether a program imports modules of Python alone, and what it imports.
+
+    Returns:
+        False for a program that is no Python or imports others; and a dict with `stdlib` and `non_stdlib` (sorted
+        names of modules), `relative_imports` (their number), and `error` if it is no Python.
+
+    Example:
+        >>> check_python_modules("import math, numpy")
+        (False, {'stdlib': ['math'], 'non_stdlib': ['numpy'], 'relative_imports': 0})
+    """
+    try:
+        nodes = list(ast.walk(ast.parse(code)))
+    except SyntaxError as error:
+        return False, {"error": f"SyntaxError: {error}", "stdlib": [], "non_stdlib": [], "relative_imports": 0}
+    froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    names = {alias.name.split(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {(node.module or "").split(".")[0] for node in froms if not node.level}
+    known = {name.lower() for name in sys.stdlib_module_names}
+    others = sorted(name for name in names if name.lower() not in known)
+    found = {"stdlib": sorted(names - {*others}), "non_stdlib": others}
+    return not others, {**found, "relative_imports": sum(bool(node.level) for node in froms)}
+
+
+def create_locked_down_function(function: str) -> Any:
+    """Return the function that a program defines, without global variables and, as in unsloth, without defaults.
+
+    This is no sandbox: its code runs in this process, and may import what it likes.
+
+    Raises:
+        RuntimeError: the program is not one function, or an argument's default is not a constant.
+
+    Example:
+        >>> create_locked_down_function("def double(x): return 2 * x")(3)
+        6
+    """
+    try:
+        tree = ast.parse(function)
+    except (SyntaxError, ValueError) as error:
+        raise RuntimeError(f"SyntaxError: {error}") from error
+    body = tree.body[1:] if tree.body and ast.get_docstring(tree) is not None else tree.body
+    if len(body) != 1 or not isinstance(body[0], ast.FunctionDef | ast.AsyncFunctionDef):
+        raise RuntimeError("the program must be one function")
+    arguments = body[0].args
+    for default in [*arguments.defaults, *filter(None, arguments.kw_defaults)]:
+        if any(not isinstance(node, ast.Constant | ast.Tuple | ast.Load) for node in ast.walk(default)):
+            raise RuntimeError("defaults of arguments must be constants")
+    made: dict[str, Any] = {}
+    try:
+        exec(compile(tree, "<function>", "exec", __future__.annotations.compiler_flag, True), made)
+    except Exception as error:
+        raise RuntimeError(f"the function cannot be defined: {error}") from error
+    if not isinstance(defined := made[body[0].name], FunctionType):
+        raise RuntimeError("its decorator makes something else of the function")
+    return FunctionType(defined.__code__, {})
+
+
+RESIZES = "it changes the size of pictures: remove data_collator, and rows are trained with their pictures as they are"
+"""Why there is no data collator."""
+
+
 def __getattr__(name: str) -> Any:
-    why = "of unsloth only FastLanguageModel and its helpers are here"
+    why = RESIZES if name == "UnslothVisionDataCollator" else "of unsloth only its models and their helpers are here"
     raise absent("unsloth", name, f": {why}")

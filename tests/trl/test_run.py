@@ -139,7 +139,7 @@ BAD = {
     "internals": ("from trl import SFTTrainer\nclass X(SFTTrainer):\n def compute_loss(self): 0", 2,
                   "train.py:2: class X overrides compute_loss"),
     "unknown argument": ("from trl import SFTConfig\nSFTConfig('o', lerning_rate=1)", 2, "train.py:2: .*learning_rate"),
-    "unsloth's pictures": ("from unsloth import FastVisionModel", 2, "no FastVisionModel of unsloth"),
+    "unsloth's collator": ("from unsloth.trainer import UnslothVisionDataCollator", 2, "changes the size of pictures"),
     "inside a function": ("def f():\n from trl import ORPOConfig, PRMTrainer\nf()", 2, "train.py:2: AtomRL has no PRM"),
 }  # fmt: skip
 
