@@ -250,11 +250,15 @@ def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **_: Any) -
 # Helpers of rewards that run functions which a model wrote
 
 
+LEEWAY_S = 0.05
+"""Seconds over the limit after which a call of C code, which is not interrupted, was too long."""
+
+
 def execute_with_time_limit(seconds: float, *, backend: str = "signal", **_: Any) -> Callable[[Any], Any]:
     """Return a decorator of functions: a call that takes longer raises TimeoutError.
 
     The error is raised between two steps of Python, so it does not interrupt a call of C code, such as `time.sleep`.
-    If the code catches it, it is raised again.
+    The result of a function that catches it is returned, as in unsloth; while it runs on, it is raised every second.
 
     Args:
         backend: `signal` or `auto`: the function runs in this thread.
@@ -281,7 +285,8 @@ def execute_with_time_limit(seconds: float, *, backend: str = "signal", **_: Any
         @functools.wraps(function)
         def limited(*args: Any, **kwargs: Any) -> Any:
             watch, begun, called, over = _Watch(seconds), time.monotonic(), False, False
-            result = error = None
+            result: Any = None
+            error: BaseException | None = None
             while not watch.ended:
                 try:
                     if not called:
@@ -290,9 +295,10 @@ def execute_with_time_limit(seconds: float, *, backend: str = "signal", **_: Any
                     watch.end()
                 except _Over:
                     over = True
-                except Exception as raised:
+                except BaseException as raised:  # also Ctrl-C
                     error = raised
-            if over or time.monotonic() - begun > seconds:
+            late = not watch.raised and time.monotonic() - begun > seconds + LEEWAY_S
+            if over or late:
                 raise TimeoutError(f"no result after {seconds:g} s") from None
             if error is not None:
                 raise error
@@ -312,6 +318,7 @@ class _Watch:
 
     def __init__(self, seconds: float) -> None:
         self._thread, self._lock, self._ended = threading.get_ident(), threading.Lock(), threading.Event()
+        self.raised = False
         threading.Thread(target=self._run, args=(seconds,), daemon=True).start()
 
     @property
@@ -322,6 +329,7 @@ class _Watch:
         while not self._ended.wait(seconds):
             with self._lock:
                 if not self.ended:
+                    self.raised = True
                     self._set(ctypes.py_object(_Over))
             seconds = 1.0
 

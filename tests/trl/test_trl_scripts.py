@@ -333,6 +333,20 @@ def test_four_bits_that_are_not_nf4_are_announced(model):
     assert "bnb_4bit_quant_type" not in notes(bnb_4bit_quant_type="nf4")
 
 
+def test_adapters_without_named_layers_are_on_those_that_peft_chooses(model):
+    from peft import LoraConfig
+
+    from atomrl.trl import SFTConfig, SFTTrainer
+    from atomrl.trl.adapters import default_targets
+
+    args = SFTConfig("out", max_steps=1, per_device_train_batch_size=2, use_cpu=True)
+    trainer = SFTTrainer(model, args=args, train_dataset=[{"text": "1+1=2"}] * 2, peft_config=LoraConfig(r=2))
+    trainer.train()
+    assert set(trainer.config.model.lora.target_modules) == {"q_proj", "v_proj"}
+    with pytest.raises(ConfigError, match="no default of target_modules for a qwen3_vl model"):
+        default_targets("qwen3_vl")
+
+
 @pytest.mark.parametrize("frozen", ["model.embed_tokens", "model.layers.0"])
 def test_frozen_weights_are_refused(model, frozen):
     from transformers import AutoModelForCausalLM
