@@ -358,13 +358,13 @@ def check_python_modules(code: str) -> tuple[bool, dict[str, Any]]:
         nodes = list(ast.walk(ast.parse(code)))
     except SyntaxError as error:
         return False, {"error": f"SyntaxError: {error}", "stdlib": [], "non_stdlib": [], "relative_imports": 0}
-    froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    members = [node for node in nodes if isinstance(node, ast.ImportFrom)]
     names = {alias.name.split(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    names |= {(node.module or "").split(".")[0] for node in froms if not node.level}
+    names |= {(node.module or "").split(".")[0] for node in members if not node.level}
     known = {name.lower() for name in sys.stdlib_module_names}
     others = sorted(name for name in names if name.lower() not in known)
     found = {"stdlib": sorted(names - {*others}), "non_stdlib": others}
-    return not others, {**found, "relative_imports": sum(bool(node.level) for node in froms)}
+    return not others, {**found, "relative_imports": sum(bool(node.level) for node in members)}
 
 
 def create_locked_down_function(function: str) -> Any:
