@@ -324,7 +324,7 @@ def stand_in() -> None:
 
 
 SMALL = {
-    "max_length": 4096, "max_prompt_length": 4096,  # of bytes
+    "max_length": 4096,  # of bytes
     "max_steps": 2, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "gradient_accumulation_steps": 1,
     "num_generations": 4, "generation_batch_size": None, "steps_per_generation": None, "max_completion_length": 8,
     "num_generations_eval": 4, "use_cpu": True, "bf16": False, "fp16": False, "response_length": 8, "max_new_tokens": 8,
