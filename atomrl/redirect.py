@@ -4,6 +4,7 @@
 finder too, and every other Python process that starts with `PROCESSES` on its path.
 """
 
+import ast
 import importlib
 import os
 import re
@@ -40,9 +41,31 @@ class _Served(ModuleType):
         package = self.__name__.partition(".")[0]
         try:
             return getattr(importlib.import_module(SOURCES[package]), name)
-        except AttributeError as error:
+        except (AttributeError, ImportError) as error:
+            if not _is_used(name):
+                return None
             # of `from trl import name`, Python would make an empty submodule, as the finder knows them all
             raise ImportError(str(error), name=package) from None
+
+
+def _is_used(name: str) -> bool:
+    """Return whether a name that a script imports occurs in its code; True for any other that asks for it."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    try:
+        tree = ast.parse(Path(frame.f_code.co_filename).read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return True
+    imported = [
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.name == name
+    ]
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return not imported or not used.isdisjoint(imported)
 
 
 class _Package(Distribution):

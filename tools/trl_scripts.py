@@ -55,7 +55,7 @@ VISION_TEMPLATE = TEMPLATE.replace(
 )
 
 
-def make_model(folder: Path) -> Path:
+def make_model(folder: Path, template: str | None = TEMPLATE) -> Path:
     """Save a random Qwen2 of two layers whose tokens are bytes, with a ChatML template."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -68,7 +68,7 @@ def make_model(folder: Path) -> Path:
     bytes_only.decoder = decoders.ByteLevel()
     bytes_only.add_special_tokens(special)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bytes_only, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=TEMPLATE
+        tokenizer_object=bytes_only, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=template
     )
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -154,10 +154,10 @@ WITH_TOWER = re.compile(
 """Part of the name of a model with a vision tower."""
 
 
-def stand_in_for(name: str, work: Path) -> Path:
+def stand_in_for(name: str, work: Path, model: str) -> Path:
     """Return the tiny model that stands for a name on the hub."""
     if not WITH_TOWER.search(name):
-        return work / "model"
+        return work / model
     return work / ("vision" if "qwen" in name.lower() else "other_vision")
 
 
@@ -253,7 +253,7 @@ def json_copy(row: dict[str, Any], number: int) -> dict[str, Any]:
     return {key: f"{value} " if isinstance(value, str) and number else copied(value) for key, value in row.items()}
 
 
-def no_hub(work: Path, revisions: set[str], names: set[str], cache: Path) -> None:
+def no_hub(work: Path, model: str, revisions: set[str], names: set[str], cache: Path) -> None:
     """Put a tiny model under every name that a script mentions into a cache of the hub."""
     for name in names:
         folder = cache / f"models--{name.replace('/', '--')}"
@@ -262,7 +262,22 @@ def no_hub(work: Path, revisions: set[str], names: set[str], cache: Path) -> Non
         for revision in revisions:
             (folder / "refs" / revision).write_text("0" * 40)
         if not (folder / "snapshots" / ("0" * 40)).exists():
-            (folder / "snapshots" / ("0" * 40)).symlink_to(stand_in_for(name, work))
+            (folder / "snapshots" / ("0" * 40)).symlink_to(stand_in_for(name, work, model))
+
+
+def named_at_run_time(work: Path, model: str, cache: Path) -> None:
+    """Put the tiny model into the cache for names that a script puts together, when it loads them."""
+    from transformers.utils import hub
+
+    found = hub.cached_files
+
+    def cached_files(path_or_repo_id: Any, *given: Any, **named: Any) -> Any:
+        name = str(path_or_repo_id)
+        if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not Path(name).exists():
+            no_hub(work, model, {"main", named.get("revision") or "main"}, {name}, cache)
+        return found(path_or_repo_id, *given, **named)
+
+    hub.cached_files = cached_files
 
 
 def stand_in() -> None:
@@ -280,7 +295,7 @@ def stand_in() -> None:
     for name in ("login", "notebook_login", "create_repo", "upload_folder", "whoami", "repo_exists", "list_repo_refs"):
         setattr(huggingface_hub, name, lambda *_, **__: {"name": "me"})
     for name in ("create_repo", "upload_folder", "upload_file", "whoami", "create_commit", "repo_exists"):
-        setattr(huggingface_hub.HfApi, name, lambda *_, **__: {"name": "me"})
+        setattr(huggingface_hub.HfApi, name, lambda *_, **__: types.SimpleNamespace(name="me", repo_id="me/model"))
     torch.cuda.get_device_capability = lambda *_: (8, 0)
     torch.cuda.is_bf16_supported = lambda *_, **__: False
     torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(
@@ -298,7 +313,10 @@ def stand_in() -> None:
             self if a and str(a[0]).startswith("cuda") else _kept(self, *a, **k)
         )
 
-    on_gpu = ("attn_implementation", "quantization_config", "device_map", "load_in_4bit", "load_in_8bit")
+    for name in ("is_torch_bf16_gpu_available", "is_torch_tf32_available"):
+        setattr(transformers.training_args, name, lambda: True)
+    on_gpu = ("attn_implementation", "quantization_config", "device_map", "load_in_4bit", "load_in_8bit",
+              "use_flash_attention_2")  # fmt: skip
     kinds = ("CausalLM", "SequenceClassification", "Seq2SeqLM", "ImageTextToText")
     for name in ("AutoModel", *(f"AutoModelFor{kind}" for kind in kinds)):
         auto: Any = getattr(transformers, name)
@@ -312,6 +330,8 @@ def stand_in() -> None:
         self, [n for n in indices if 0 <= n < len(self)] or range(min(16, len(self))), *a, **k
     )
     colab, vllm = types.ModuleType("google.colab"), types.ModuleType("vllm")
+    vllm.LLM = type("LLM", (), {})  # type: ignore[attr-defined]
+    colab.drive = types.SimpleNamespace(mount=lambda *_, **__: None)  # type: ignore[attr-defined]
     colab.userdata = types.SimpleNamespace(get=lambda *_: "x")  # type: ignore[attr-defined]
     vllm.SamplingParams = type("SamplingParams", (), {"__init__": lambda self, **k: self.__dict__.update(k)})  # type: ignore[attr-defined]
     for module in (colab, vllm):
@@ -329,7 +349,7 @@ SMALL = {
     "num_generations": 4, "generation_batch_size": None, "steps_per_generation": None, "max_completion_length": 8,
     "num_generations_eval": 4, "use_cpu": True, "bf16": False, "fp16": False, "response_length": 8, "max_new_tokens": 8,
     "num_mini_batches": 1, "num_ppo_epochs": 1, "total_episodes": 8, "local_rollout_forward_batch_size": 4,
-    "use_vllm": False, "dataloader_num_workers": 0, "torch_compile": False,
+    "use_vllm": False, "dataloader_num_workers": 0, "torch_compile": False, "max_prompt_length": 4096,
 }  # fmt: skip
 CPU_OPTIMIZERS = {"paged_adamw_8bit": "adamw_torch", "adamw_8bit": "adamw_torch", "paged_adamw_32bit": "adamw_torch"}
 
@@ -337,6 +357,7 @@ CPU_OPTIMIZERS = {"paged_adamw_8bit": "adamw_torch", "adamw_8bit": "adamw_torch"
 def cut_short() -> None:
     """Cut every training to two steps of four rows, whatever a script's arguments say."""
     import atomrl.trl as trl
+    from atomrl.trl.trainer import Trainer
 
     def smaller(original: Any) -> Any:
         def init(self: Any, *given: Any, **named: Any) -> None:
@@ -351,14 +372,16 @@ def cut_short() -> None:
 
         return init
 
-    for name in dir(trl):
-        trainer = getattr(trl, name, None)
+    for name in ["Trainer", *dir(trl)]:
+        trainer = Trainer if name == "Trainer" else getattr(trl, name, None)
         if name.endswith("Trainer") and isinstance(trainer, type) and "__init__" in vars(trainer):
             trainer.__init__ = smaller(trainer.__init__)  # type: ignore[misc]
 
 
 def child(work: Path, script: Path, arguments: list[str]) -> None:
     """Run one script, in this process."""
+    import huggingface_hub
+
     from atomrl.trl.running import notebook_code
 
     if script.suffix == ".ipynb":
@@ -371,7 +394,12 @@ def child(work: Path, script: Path, arguments: list[str]) -> None:
     names = {name for name in names if len(name) < 100}
     names.add("EleutherAI/pythia-160m")  # PPOConfig's default
     revisions = {*re.findall(r"revision: ([\w.-]+)", "\n".join(texts)), "main"}
-    no_hub(work, revisions, {name for name in names if not Path(name).exists()}, work / "hub")
+    # a base model, to which the script gives a template
+    model = "base" if "setup_chat_format(" in texts[0] else "model"
+    cache = work / f"hub-{model}"
+    os.environ["HF_HUB_CACHE"] = huggingface_hub.constants.HF_HUB_CACHE = str(cache)
+    no_hub(work, model, revisions, {name for name in names if not Path(name).exists()}, cache)
+    named_at_run_time(work, model, cache)
     sys.path[:0] = [
         str(each) for each in (script.parents[2] / "src", script.parents[1] / "src", script.parent) if each.is_dir()
     ]
@@ -494,7 +522,8 @@ def main() -> None:
     os.environ |= OFFLINE | {"HF_HUB_CACHE": str(given.work / "hub")}
     for name in LIBRARIES:
         importlib.import_module(name)
-    if not (given.work / "other_vision" / "config.json").exists():
+    if not (given.work / "base" / "config.json").exists():
+        make_model(given.work / "base", template=None)
         make_vision_model(make_model(given.work / "model"), given.work / "vision")
         make_other_vision_model(given.work / "model", given.work / "other_vision")
     entries = [line.split("#")[0].strip() for line in given.list.read_text(encoding="utf-8").splitlines()]

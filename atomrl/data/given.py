@@ -6,7 +6,8 @@ Layouts of demonstrations, recognised by their fields:
 - `messages`: a conversation (TRL's conversational rows), or `conversations` with `from` and `value` (ShareGPT);
 - `instruction`, `input` (may be empty) and `output` (Alpaca), with optional `system` and `history`;
 - `text` alone: the whole text is trained, and the end-of-sequence token behind it (TRL's rows of text). Its prompt is
-  empty, which no other row's is.
+  empty, which no other row's is;
+- `input_ids`: the tokens of the whole row, with optional `labels`: the token again, or -100 where it is not trained.
 
 The assistant's messages are trained, from its first one after the prompt to its last; other messages are not.
 Messages keep their other keys (calls, thoughts) for the chat template. In lists of messages, one with the role
@@ -50,6 +51,10 @@ if TYPE_CHECKING:
 
 CONVERSATION = "conversation"
 """Column of a demonstration that is a whole conversation, without a completion of its own."""
+TOKENS = "input_ids"
+"""Column with the tokens of a row. In a problem: the tokens, and for each whether it is trained."""
+NOT_TRAINED = -100
+"""Value of `labels` for a token that is not trained, as in transformers."""
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 SHAREGPT |= {"function_call": "assistant", "observation": "tool", "function_response": "tool", "tool": "tool"}
@@ -63,6 +68,11 @@ def demonstration_reader(prompt_field: str, completion_field: str) -> Convert:
     """Return a converter of rows to demonstrations (`demonstrated`)."""
 
     def read(place: str, row: Mapping[str, Any]) -> Problem:
+        if row.get(TOKENS) is not None:
+            tokens = _tokens(row)
+            text = " ".join(map(str, tokens[0]))  # names the row where equal rows are looked for
+            columns = {COMPLETIONS: ((text, 0.0),), TOKENS: tokens}
+            return Problem(problem_id=place, prompt="", ground_truth=None, columns=columns)
         source = None if row.get(completion_field) is not None else _conversation_column(row)
         used = [prompt_field, completion_field, *([] if source is None else [source])]
         prompt, completions = demonstrated(row, prompt_field, completion_field)
@@ -81,6 +91,23 @@ def preference_reader(prompt_field: str, fields: PreferenceConfig) -> Convert:
         return _sample(place, row, [*used, *source], *preference(row, prompt_field, fields))
 
     return read
+
+
+def _tokens(row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
+    """Return the tokens of a row, and for each whether it is trained.
+
+    Raises:
+        DataError: they are no tokens, or the labels are other ones.
+    """
+    ids = row[TOKENS]
+    labels = ids if row.get("labels") is None else row["labels"]
+    if not isinstance(ids, list) or not ids or not all(isinstance(one, int) and one >= 0 for one in ids):
+        raise DataError(f"field {TOKENS!r} must be a list of token ids")
+    if not isinstance(labels, list) or len(labels) != len(ids):
+        raise DataError(f"field 'labels' must be a list as long as {TOKENS!r}")
+    if any(label not in (NOT_TRAINED, token) for token, label in zip(ids, labels, strict=True)):
+        raise DataError(f"field 'labels' must repeat {TOKENS!r}, with {NOT_TRAINED} for tokens that are not trained")
+    return ids, [label != NOT_TRAINED for label in labels]
 
 
 def _conversation_column(row: Mapping[str, Any]) -> str | None:
@@ -136,7 +163,7 @@ def demonstrated(
         raise DataError(
             f"not a demonstration: it has {', '.join(map(repr, row)) or 'no keys'}, but neither {prompt_field!r} and "
             f"{completion_field!r} (sft.completion_field), nor 'messages', 'conversations', 'instruction' and "
-            "'output', or 'text'"
+            "'output', 'text', or 'input_ids'"
         )
     return prompt, ((turns, 0.0),)
 

@@ -24,7 +24,7 @@ from atomrl.data.conversations import (
     within_turns,
 )
 from atomrl.data.files import DataError, error_list
-from atomrl.data.given import CONVERSATION, written
+from atomrl.data.given import CONVERSATION, TOKENS, written
 from atomrl.data.messages import COMPLETIONS, PromptContent
 from atomrl.data.packing import Example, Strategy, packed
 from atomrl.data.problems import ENVIRONMENT, LoadReport, Scored
@@ -133,6 +133,10 @@ def untrainable(group: Sequence[Example], max_row_tokens: int | None) -> str | N
     if len(rows) == 2 and np.array_equal(rows[0], rows[1]):
         return "are the same tokens, chosen and rejected"
     return None
+
+
+def _of_tokens(ids: Sequence[int], learned: Sequence[bool]) -> Example:
+    return Example(np.array(ids, dtype=np.int32), np.array(learned, dtype=np.bool_))
 
 
 def _messages(turns: PromptContent) -> Sequence[Message]:
@@ -342,6 +346,12 @@ class TokenizedSamples:
 
     def _encode(self, items: Items) -> list[list[Example]]:
         """Encode the completions of each problem; none for a prompt over the limit."""
+        if any(TOKENS in problem.columns for _, problem in items):
+            others = iter(self._encode([item for item in items if TOKENS not in item[1].columns]))
+            return [
+                [_of_tokens(*problem.columns[TOKENS])] if TOKENS in problem.columns else next(others)
+                for _, problem in items
+            ]
         groups = [self.completions(prompt_id, problem) for prompt_id, problem in items]
         # Prompts are encoded by themselves only where completions continue them.
         alone = [

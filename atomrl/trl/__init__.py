@@ -20,6 +20,7 @@ from typing import Any
 from atomrl.redirect import absent
 from atomrl.trl.arguments import GRPOArgs
 from atomrl.trl.callbacks import LogCompletionsCallback, RichProgressCallback
+from atomrl.trl.collators import DataCollatorForCompletionOnlyLM
 from atomrl.trl.configs import (
     VERSION,
     CPOConfig,
@@ -43,6 +44,7 @@ from atomrl.trl.functions import (
     get_action_log_probs,
 )
 from atomrl.trl.scripts import (
+    SIMPLE_CHAT_TEMPLATE,
     DatasetConfig,
     DatasetMixtureConfig,
     ModelConfig,
@@ -58,6 +60,7 @@ from atomrl.trl.scripts import (
     get_quantization_config,
     get_repetition_penalty_reward,
     get_soft_overlong_punishment,
+    init_zero_verbose,
     is_conversational,
     maybe_apply_chat_template,
     maybe_extract_prompt,
@@ -83,10 +86,18 @@ from atomrl.trl.trainer import (
 )
 
 __version__ = f"{VERSION}.0"
+STEPS = (
+    "nothing for a loop of ppo_trainer.step (TRL before 0.12): GRPOTrainer(reward_funcs=FUNCTION) samples and trains by "
+    "itself; PPOTrainer, with a critic, does so from reward_model and value_model"
+)
 INSTEAD = {
+    "AutoModelForCausalLMWithValueHead": STEPS,
+    "AutoModelForSeq2SeqLMWithValueHead": STEPS,
+    "LengthSampler": STEPS,
+    "respond_to_batch": STEPS,
+    "PPODecorators": STEPS,
     "BCO": "BCO: KTOTrainer with loss_type='bco'",
     "AsyncGRPO": "GRPO in a separate process: a config with the section `asynchronous`",
-    "DataCollatorForCompletionOnlyLM": "prompt and completion in columns of their own (completion_only_loss)",
     "ConstantLengthDataset": "SFTTrainer with packing=True",
 }
 """Beginning of a name of TRL without a counterpart -> what AtomRL has in its place."""
@@ -99,3 +110,6 @@ def __getattr__(name: str) -> Any:
     there = f"; AtomRL has {INSTEAD[known[0]]}" if known else ""
     trainers = ", ".join(sorted(each for each in globals() if each.endswith("Trainer")))
     raise absent("TRL", name, f"{there}. Trainers: {trainers}")
+
+
+PPOv2Config, PPOv2Trainer = PPOConfig, PPOTrainer  # their names in TRL 0.9 to 0.11

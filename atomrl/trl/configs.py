@@ -321,6 +321,7 @@ class TRLConfig(TrainingArguments, metaclass=_ConfigType):
             values["output_dir"] = str(values["output_dir"])
         # The importer of TRL files translates; a model is required there, so it gets a placeholder.
         t = Translation("TRL", {**values, "model": "-"}, self._defaults)
+        t.updates = self.__dict__.get("_updates", 0)
         trl_shared.translate_shared(t, Path(self.kind))
         TRAINERS[self.kind].translate(t, int(os.environ.get("WORLD_SIZE", "1")))
         idle = sorted(name for name in values if name not in t.read_keys and name in WITHOUT_MEANING)
@@ -472,10 +473,32 @@ CONFIGS: Mapping[str, type[TRLConfig]] = {
 """Kind of trainer -> its config."""
 
 
+class _PlainType(type):
+    """Metaclass of `PlainArguments`: sets arguments of older versions aside, for the trainer that gets them."""
+
+    def __call__(cls, *positional: Any, **values: Any) -> Any:
+        names = {item.name for item in fields(cls)}  # type: ignore[arg-type]
+        known = SFTConfig().known()
+        new = {name: name if name in names else RENAMED.get(name, name) for name in values}
+        older = {new[name]: value for name, value in values.items() if new[name] not in names and name in known}
+        given = {new[name]: value for name, value in values.items() if new[name] not in older}
+        arguments = super().__call__(*positional, **given)
+        arguments.older = older
+        return arguments
+
+
+class PlainArguments(TrainingArguments, metaclass=_PlainType):
+    """transformers' `TrainingArguments`, with the arguments of its older versions (`evaluation_strategy`,
+    `warmup_ratio`, `group_by_length`). `atomrl run` gives it to scripts in its place."""
+
+    older: dict[str, Any]
+    """Arguments that only older versions have."""
+
+
 def from_training_arguments(arguments: Any, kind: str) -> TRLConfig:
     """Convert plain `TrainingArguments` of transformers, which older trainers took, into a trainer's config."""
     names = {item.name for item in fields(CONFIGS[kind])}
-    values = {
+    values = getattr(arguments, "older", {}) | {
         item.name: value
         for item in fields(arguments)
         if item.init and item.name in names and (value := getattr(arguments, item.name)) != _default(item)

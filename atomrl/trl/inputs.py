@@ -13,6 +13,7 @@ from atomrl.config import ConfigError, DataConfig
 from atomrl.config.adapters import HEADS
 from atomrl.data.columns import IMAGES
 from atomrl.data.files import DataError, RawRow, error_list
+from atomrl.data.given import NOT_TRAINED, TOKENS
 from atomrl.data.images import ImageStore
 from atomrl.data.pictures import STARTS
 from atomrl.data.problems import problem_reader, read_source, to_problems
@@ -94,6 +95,8 @@ def with_pictures(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         if column in PICTURE_COLUMNS
         else [of_parts(message) for message in value]
         if isinstance(value, list)
+        else value.tolist()  # a tensor or an array
+        if hasattr(value, "tolist")
         else value
         for column, value in row.items()
     }
@@ -113,6 +116,8 @@ def sft_rows(rows: DatasetRows, text_field: str, formatting_func: Callable[..., 
     if formatting_func is not None:
         return [{"text": text} for row in rows for text in _formatted(formatting_func, row)]
     names = set().union(*rows)
+    if TOKENS in names:
+        return [_without_padding(row) for row in rows]
     if "messages" in names and not isinstance(next(row["messages"] for row in rows if "messages" in row), list):
         names.discard("messages")
     for layout in SFT_LAYOUTS:
@@ -120,9 +125,51 @@ def sft_rows(rows: DatasetRows, text_field: str, formatting_func: Callable[..., 
             return [{key: row[key] for key in row if key in layout or key in WITH_TEXT} for row in rows]
     if text_field in names:
         return [{"text": row.get(text_field)} for row in rows]
-    if "input_ids" in names:
-        raise ConfigError("train_dataset: the rows are token ids (input_ids); give messages or text")
     return rows  # Alpaca's layout, or an error that names all layouts
+
+
+def _without_padding(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tokens of a row, with its labels, without those that its attention mask leaves out."""
+    mask, ids = row.get("attention_mask"), row.get(TOKENS)
+    names = [TOKENS, *(["labels"] if row.get("labels") is not None else [])]
+    if not isinstance(mask, list) or not isinstance(ids, list) or len(mask) != len(ids):
+        return {name: row.get(name) for name in names}
+    return {name: [one for one, shown in zip(row[name], mask, strict=False) if shown] for name in names}
+
+
+def token_rows(
+    rows: DatasetRows, tokenizer: Any, max_length: int | None, learned: Callable[[list[int]], list[bool]], what: str
+) -> DatasetRows:
+    """Return rows of an SFT data set as tokens, as the trainer would make them, of which some are trained.
+
+    Args:
+        max_length: cuts longer rows, before tokens are selected.
+        learned: the tokens of a row -> for each whether it is trained.
+        what: the argument that selects, for messages.
+
+    Raises:
+        ConfigError: nothing of any row is trained, or a row has another layout.
+    """
+    end, made, trained = tokenizer.eos_token or "", list[dict[str, Any]](), False
+    for row in rows:
+        if TOKENS in row:
+            ids = row[TOKENS]
+        elif "messages" in row:
+            text = tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), tokenize=False)
+            ids = tokenizer(text, add_special_tokens=False)[TOKENS]
+        else:
+            parts = [row[key] for key in ("prompt", "completion", "text") if key in row]
+            if not parts or not all(isinstance(part, str) for part in parts):
+                raise ConfigError(f"{what}: needs rows of text or messages, not {', '.join(row)}")
+            text = "".join(parts)
+            ids = tokenizer(text if text.endswith(end) else text + end)[TOKENS]
+        ids = ids[:max_length]
+        labels = [token if one else NOT_TRAINED for token, one in zip(ids, learned(ids), strict=True)]
+        trained = trained or any(label != NOT_TRAINED for label in labels[1:])
+        made.append({TOKENS: ids, "labels": labels})
+    if not trained:
+        raise ConfigError(f"{what}: its tokens are in no row, so that nothing would be trained")
+    return made
 
 
 def _formatted(formatting_func: Callable[..., Any], row: Mapping[str, Any]) -> list[str]:

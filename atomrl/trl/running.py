@@ -115,6 +115,7 @@ def run_script(script: Path, arguments: Sequence[str], dry_run: bool = False, co
     """
     from atomrl import redirect
     from atomrl.trl import trainer
+    from atomrl.trl.older_transformers import accepted
 
     if not script.is_file():
         raise ConfigError(f"script {script} does not exist")
@@ -136,7 +137,8 @@ def run_script(script: Path, arguments: Sequence[str], dry_run: bool = False, co
     sys.argv, sys.path[:] = [str(script), *arguments], [str(script.resolve().parent), *sys.path]
     try:
         shell = _Shell(script)
-        runpy.run_path(str(path), {"get_ipython": lambda: shell}, run_name="__main__")
+        with accepted():
+            runpy.run_path(str(path), {"get_ipython": lambda: shell}, run_name="__main__")
     except SystemExit as ended:
         if plans:
             return 0

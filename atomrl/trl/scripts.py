@@ -114,8 +114,19 @@ class TrlParser(HfArgumentParser):
     def __init__(self, dataclass_types: Any = None, **options: Any) -> None:
         types = [] if dataclass_types is None else dataclass_types
         types = list(types) if isinstance(types, Iterable) else [types]
-        super().__init__(dataclass_types=types, **options)
+        self._in_order = types
+        # a field that a script's own dataclass has, too, is the script's: it comes later, and takes its value first
+        ours = [each for each in types if issubclass(each, TRLConfig | ModelConfig | ScriptArguments)]
+        others = [each for each in types if each not in ours]
+        super().__init__(dataclass_types=[*ours, *others], **{"conflict_handler": "resolve", **options})
+        self.dataclass_types = [*others, *ours]
         self._names = {item.name for each in types for item in fields(each)}
+
+    def parse_args_into_dataclasses(self, *given: Any, **named: Any) -> tuple[Any, ...]:
+        """Return the dataclasses in the order in which they were given, and what follows them."""
+        made = super().parse_args_into_dataclasses(*given, **named)
+        count = len(self._in_order)
+        return (*(made[self.dataclass_types.index(each)] for each in self._in_order), *made[count:])
 
     def parse_args_and_config(
         self,
@@ -245,6 +256,11 @@ def get_kbit_device_map() -> dict[str, int] | None:
 # --------------------------------------------------------------------------------------------------------------------
 # Chat templates
 
+SIMPLE_CHAT_TEMPLATE = (
+    "{%- for message in messages %}{{ message.role | capitalize }}: {{ message.content }}{{ '\n\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}Assistant:{% endif %}"
+)
+"""TRL's template for a tokenizer without one: `User: TEXT`, an empty line, `Assistant:`."""
 TEXT_KEYS = ("prompt", "chosen", "rejected", "completion", "messages")
 
 
@@ -323,6 +339,10 @@ def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, d
     return dataset
 
 
+def init_zero_verbose() -> None:
+    """Do nothing: TRL's function hides log messages."""
+
+
 def create_reference_model(model: Any) -> Any:
     """Return a copy of a model whose weights are not trained."""
     copied = copy.deepcopy(model).eval()
@@ -341,7 +361,7 @@ def setup_chat_format(model: Any, tokenizer: Any, format: str = "chatml", **_: A
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = CHATML
     model.resize_token_embeddings(len(tokenizer))
-    for settings in (model.config, model.generation_config):
+    for settings in filter(None, (model.config, getattr(model, "generation_config", None))):
         settings.pad_token_id, settings.bos_token_id, settings.eos_token_id = (
             tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id
         )  # fmt: skip

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
+from transformers import DataCollatorForLanguageModeling
+
 from atomrl.backends.launcher import follow_launcher
 from atomrl.common.files import write_jsonl
 from atomrl.common.functions import names_in
@@ -39,7 +41,8 @@ from atomrl.trainer.loop import Callback
 from atomrl.trl.adapters import default_targets, tower_adapters, tower_targets
 from atomrl.trl.arguments import NAMES, GRPOArgs, hint
 from atomrl.trl.callbacks import Events, split_callbacks
-from atomrl.trl.configs import CONFIGS, TRLConfig, from_training_arguments
+from atomrl.trl.collators import DataCollatorForCompletionOnlyLM, without_padding
+from atomrl.trl.configs import CONFIGS, PlainArguments, TRLConfig, from_training_arguments
 from atomrl.trl.inputs import (
     built_in_rows,
     dataset_rows,
@@ -51,6 +54,7 @@ from atomrl.trl.inputs import (
     prompts_of_tokens,
     reward_items,
     sft_rows,
+    token_rows,
 )
 from atomrl.trl.objects import GivenModel, load_trained, quantization_of, with_template, without_new_pad
 from atomrl.trl.state import RunState
@@ -308,7 +312,7 @@ class Trainer:
         wanted = CONFIGS[self.kind]
         if args is None:
             return wanted()
-        if type(args) is TrainingArguments:
+        if type(args) in (TrainingArguments, PlainArguments):
             return from_training_arguments(args, self.kind)
         if not isinstance(args, wanted):
             where = " of trl: import it from atomrl.trl" if type(args).__module__.startswith("trl.") else ""
@@ -335,6 +339,8 @@ class Trainer:
     def _check_collator(self, collator: Any) -> None:
         name = type(collator).__name__
         if name == "DataCollatorForLanguageModeling" and not getattr(collator, "mlm", False):
+            return
+        if name in ("DataCollatorForSeq2Seq", "DataCollatorWithPadding"):  # which only pad
             return
         raise ConfigError(
             f"data_collator: {name} has no counterpart: a row's tokens are trained as TRL trains them without one; "
@@ -504,6 +510,12 @@ class Trainer:
         }
         given = merge_trees(self.args.to_tree(), tree)
         config: RunConfig = load_config(given, name=type(self).__name__)
+        warmup = getattr(self.args, "warmup_steps", 0) or 0
+        if warmup >= 1 and config.train.total_epochs and (config.sft is None or config.sft.packing is None):
+            # updates are known only with the data
+            self.args._updates = with_steps(config, len(self._train_rows)).train.steps * config.updates_per_step
+            given = merge_trees(self.args.to_tree(), tree)
+            config = load_config(given, name=type(self).__name__)
         unlimited = "max_prompt_tokens" not in given["data"] and isinstance(self.args, TRLConfig)
         return self._with_longest_prompt(config) if unlimited and config.kind == "rl" else config
 
@@ -951,13 +963,53 @@ class SFTTrainer(Trainer):
         **arguments: Any,
     ) -> None:
         self._formatting_func = formatting_func
+        self._collator: Any = None
         super().__init__(model, args, *positional, data_collator=data_collator, **arguments)
+
+    def _check_collator(self, collator: Any) -> None:
+        if not isinstance(collator, DataCollatorForCompletionOnlyLM):
+            super()._check_collator(collator)
+        self._collator = collator
 
     def _read_rows(self, train: Any, held_out: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
         rows, eval_rows = super()._read_rows(train, held_out)
         field = self.args.dataset_text_field or "text"
         rows = sft_rows(rows, field, self._formatting_func)
-        return rows, None if eval_rows is None else sft_rows(eval_rows, field, self._formatting_func)
+        eval_rows = None if eval_rows is None else sft_rows(eval_rows, field, self._formatting_func)
+        if isinstance(self._collator, DataCollatorForCompletionOnlyLM):
+            if self.args.packing:
+                raise ConfigError("packing=True: DataCollatorForCompletionOnlyLM needs rows that are not packed")
+            learned = self._collator.learned
+        elif (
+            isinstance(self._collator, DataCollatorForLanguageModeling)
+            and self._collator.tokenizer.pad_token_id == self._collator.tokenizer.eos_token_id
+        ):
+            learned = functools.partial(without_padding, self._collator.tokenizer)
+        else:
+            return rows, eval_rows
+        return self._with_learned(rows, learned, "data_collator"), (
+            None if eval_rows is None else self._with_learned(eval_rows, learned, "data_collator")
+        )
+
+    def _with_learned(
+        self, rows: list[dict[str, Any]], learned: Callable[[list[int]], list[bool]], what: str
+    ) -> list[dict[str, Any]]:
+        """Return the rows as tokens, of which those that `learned` selects are trained."""
+        return token_rows(rows, self.tokenizer, self.args.max_length, learned, what)
+
+    def train_on(self, learned: Callable[[list[int]], list[bool]], what: str) -> None:
+        """Train only some tokens of each row.
+
+        Args:
+            learned: the tokens of a row -> for each whether it is trained.
+            what: name of the argument that selects them, for messages.
+
+        Raises:
+            ConfigError: nothing of any row would be trained, or a row is neither text nor messages.
+        """
+        self._train_rows = self._with_learned(self._train_rows, learned, what)
+        if self._eval_rows is not None:
+            self._eval_rows = self._with_learned(self._eval_rows, learned, what)
 
 
 class DPOTrainer(Trainer):

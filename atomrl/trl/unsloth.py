@@ -6,6 +6,7 @@ import ast
 import ctypes
 import functools
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -184,8 +185,28 @@ def _with_members(model: Any) -> Any:
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
 
+    def save_pretrained_gguf(folder: str, tokenizer: Any = None, *_: Any, **__: Any) -> None:
+        save_pretrained_merged(folder, tokenizer)
+        print(f"{folder}: has the weights in 16 bits, not as GGUF: convert them with llama.cpp", file=sys.stderr)
+
+    def push_to_hub_merged(
+        name: str, tokenizer: Any = None, save_method: str = "merged_16bit", token: str | None = None, **_: Any
+    ) -> None:
+        from huggingface_hub import HfApi
+
+        api = HfApi(token=token)
+        with tempfile.TemporaryDirectory() as folder:
+            save_pretrained_merged(folder, tokenizer, save_method)
+            api.create_repo(name, exist_ok=True)
+            api.upload_folder(repo_id=name, folder_path=folder)
+
+    def push_to_hub_gguf(name: str, tokenizer: Any = None, *_: Any, token: str | None = None, **__: Any) -> None:
+        push_to_hub_merged(name, tokenizer, token=token)
+        print(f"{name}: has the weights in 16 bits, not as GGUF: convert them with llama.cpp", file=sys.stderr)
+
     members = {
-        "save_lora": save_lora, "load_lora": lambda folder, **_: folder, "fast_generate": fast_generate,
+        "push_to_hub_merged": push_to_hub_merged, "push_to_hub_gguf": push_to_hub_gguf,
+        "save_pretrained_gguf": save_pretrained_gguf, "save_lora": save_lora, "load_lora": lambda folder, **_: folder, "fast_generate": fast_generate,
         "save_pretrained_merged": save_pretrained_merged,
         "vllm_engine": SimpleNamespace(sleep=lambda *_: None, wake_up=lambda *_: None),
     }  # fmt: skip
@@ -233,6 +254,27 @@ is_bf16_supported = is_bfloat16_supported
 def unsloth_train(trainer: Any, *arguments: Any, **options: Any) -> Any:
     """Return `trainer.train()`."""
     return trainer.train(*arguments, **options)
+
+
+def train_on_responses_only(
+    trainer: Any, instruction_part: str | None = None, response_part: str | None = None, **_: Any
+) -> Any:
+    """Return the `SFTTrainer`, which then trains the assistant's answers only: from behind `response_part` to the next
+    `instruction_part`.
+
+    Raises:
+        ConfigError: a part is missing, or in no row.
+    """
+    from atomrl.trl.collators import responses, template_ids
+
+    if not instruction_part or not response_part:
+        raise ConfigError("train_on_responses_only: give instruction_part and response_part")
+    parts = [
+        template_ids(part, trainer.tokenizer, "train_on_responses_only")
+        for part in (instruction_part, response_part)
+    ]
+    trainer.train_on(lambda ids: responses(ids, *parts), f"response_part={response_part!r}")
+    return trainer
 
 
 def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **_: Any) -> Any:

@@ -545,8 +545,9 @@ def _schedule(t: Translation) -> None:
         t.put("train.warmup_ratio", 0.0, "lr_scheduler_type")
         t.name_of(["warmup_steps", "warmup_ratio"])
     elif warmup >= 1:
-        if (total := t.integer("max_steps")) > 0:
-            t.put("train.warmup_ratio", share(warmup, total), "warmup_steps", because="of max_steps")
+        if (total := max(t.integer("max_steps"), t.updates)) > 0:
+            of_all = "of all updates" if t.updates else "of max_steps"
+            t.put("train.warmup_ratio", share(warmup, total), "warmup_steps", because=of_all)
         else:
             t.differ("warm-up", f"{warmup:g} updates", "none: their share of all updates is not known")
             t.to_do.append(
@@ -562,6 +563,7 @@ def _model(t: Translation) -> None:
         t.settings.setdefault(name, value)
     if t.flag("fp16"):
         t.put("model.dtype", "auto", "fp16")
+        t.name_of(["bf16"])  # scripts set both, one of them true
         t.differ(
             "precision", "float16 with a scaled loss", "bfloat16, or float32 on a GPU without it: there is no float16"
         )
