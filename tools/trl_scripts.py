@@ -349,7 +349,7 @@ SMALL = {
     "num_generations": 4, "generation_batch_size": None, "steps_per_generation": None, "max_completion_length": 8,
     "num_generations_eval": 4, "use_cpu": True, "bf16": False, "fp16": False, "response_length": 8, "max_new_tokens": 8,
     "num_mini_batches": 1, "num_ppo_epochs": 1, "total_episodes": 8, "local_rollout_forward_batch_size": 4,
-    "use_vllm": False, "dataloader_num_workers": 0, "torch_compile": False, "max_prompt_length": 4096,
+    "use_vllm": False, "dataloader_num_workers": 0, "torch_compile": False,
 }  # fmt: skip
 CPU_OPTIMIZERS = {"paged_adamw_8bit": "adamw_torch", "adamw_8bit": "adamw_torch", "paged_adamw_32bit": "adamw_torch"}
 

@@ -87,8 +87,8 @@ from atomrl.trl.trainer import (
 
 __version__ = f"{VERSION}.0"
 STEPS = (
-    "nothing for a loop of ppo_trainer.step (TRL before 0.12): GRPOTrainer(reward_funcs=FUNCTION) samples and trains by "
-    "itself; PPOTrainer, with a critic, does so from reward_model and value_model"
+    "nothing for a loop of ppo_trainer.step (TRL before 0.12): GRPOTrainer(reward_funcs=FUNCTION) samples and trains "
+    "by itself; PPOTrainer, with a critic, does so from reward_model and value_model"
 )
 INSTEAD = {
     "AutoModelForCausalLMWithValueHead": STEPS,

@@ -321,7 +321,6 @@ class TRLConfig(TrainingArguments, metaclass=_ConfigType):
             values["output_dir"] = str(values["output_dir"])
         # The importer of TRL files translates; a model is required there, so it gets a placeholder.
         t = Translation("TRL", {**values, "model": "-"}, self._defaults)
-        t.updates = self.__dict__.get("_updates", 0)
         trl_shared.translate_shared(t, Path(self.kind))
         TRAINERS[self.kind].translate(t, int(os.environ.get("WORLD_SIZE", "1")))
         idle = sorted(name for name in values if name not in t.read_keys and name in WITHOUT_MEANING)

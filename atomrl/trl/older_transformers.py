@@ -1,9 +1,10 @@
 """Arguments of transformers before version 5, for scripts that were written for it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+LOADERS = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification")
 BITS = ("load_in_4bit", "load_in_8bit")
 
 
@@ -11,20 +12,24 @@ BITS = ("load_in_4bit", "load_in_8bit")
 def accepted() -> Iterator[None]:
     """Let `TrainingArguments` and the loaders of models take older arguments within the block."""
     import transformers
-    from transformers.models.auto import auto_factory
 
     from atomrl.trl.configs import PlainArguments
 
-    loaders: Any = auto_factory._BaseAutoModelClass
-    before = transformers.TrainingArguments, loaders.from_pretrained
+    loaders: list[Any] = [getattr(transformers, name) for name in LOADERS]
+    before = transformers.TrainingArguments, [loader.from_pretrained for loader in loaders]
     transformers.TrainingArguments = PlainArguments  # type: ignore[misc]
-    loaders.from_pretrained = classmethod(
-        lambda cls, *given, **named: before[1].__func__(cls, *given, **loading(named))
-    )
+    for loader in loaders:
+        loader.from_pretrained = _with_older(loader.from_pretrained)
     try:
         yield
     finally:
-        transformers.TrainingArguments, loaders.from_pretrained = before  # type: ignore[misc]
+        transformers.TrainingArguments = before[0]  # type: ignore[misc]
+        for loader, load in zip(loaders, before[1], strict=True):
+            loader.from_pretrained = load
+
+
+def _with_older(load: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *given, **named: load(*given, **loading(named))
 
 
 def loading(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What TRL's scripts import besides trainers: dataclasses of the command line, its parser, data sets, peft and
 quantization configs, chat templates, and rewards. Small functions with TRL's names and meaning."""
 
+import argparse
 import copy
 import os
 import sys
@@ -119,14 +120,18 @@ class TrlParser(HfArgumentParser):
         ours = [each for each in types if issubclass(each, TRLConfig | ModelConfig | ScriptArguments)]
         others = [each for each in types if each not in ours]
         super().__init__(dataclass_types=[*ours, *others], **{"conflict_handler": "resolve", **options})
-        self.dataclass_types = [*others, *ours]
+        self.dataclass_types = self._by_turn = [*others, *ours]
         self._names = {item.name for each in types for item in fields(each)}
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Return the values, and the words that no dataclass has."""
+        return super().parse_known_args(args, _Values() if namespace is None else namespace)
 
     def parse_args_into_dataclasses(self, *given: Any, **named: Any) -> tuple[Any, ...]:
         """Return the dataclasses in the order in which they were given, and what follows them."""
         made = super().parse_args_into_dataclasses(*given, **named)
         count = len(self._in_order)
-        return (*(made[self.dataclass_types.index(each)] for each in self._in_order), *made[count:])
+        return (*(made[self._by_turn.index(each)] for each in self._in_order), *made[count:])
 
     def parse_args_and_config(
         self,
@@ -188,6 +193,13 @@ class TrlParser(HfArgumentParser):
             else:
                 unknown += [f"--{name}", str(value)]
         return older, unknown
+
+
+class _Values(argparse.Namespace):
+    """Values of flags. Each dataclass removes its own, and a field of two dataclasses is removed twice."""
+
+    def __delattr__(self, name: str) -> None:
+        vars(self).pop(name, None)
 
 
 def _scalar(text: str) -> Any:

@@ -89,6 +89,8 @@ IDLE = frozenset({
 })  # fmt: skip
 """Arguments of TRL's trainers that do not change what is trained."""
 
+begun = set[Path]()
+"""Folders of the runs that this process has begun."""
 planning: Callable[["Trainer", RunConfig], None] | None = None
 """Set by `atomrl run --dry-run`: called where a run would start."""
 COPIES_ADAPTERS = ("grpo", "rloo", "dpo", "kto")
@@ -385,7 +387,11 @@ class Trainer:
             # of a launcher that started the script several times: the first process trains, this one is its rank
             follow_launcher(FSDPConfig(type="fsdp"), device_name(self._device), None)
             raise SystemExit(0)
+        if self.config is not None and not resume_from_checkpoint and self._given.is_name:
+            # a second training goes on from the trained weights
+            self._given, self._initial_tokenizer = GivenModel(self.model), self.tokenizer
         resume = self._check_folder(resume_from_checkpoint)
+        begun.add(self.run_dir.resolve())
         try:
             config = self._make_config(resume)
             self._begin_state(with_steps(config, len(self._train_rows)), resume)
@@ -449,7 +455,11 @@ class Trainer:
             raise ConfigError(
                 f"no run to resume in {self.run_dir}: set {type(self.args).__name__}.output_dir to the run's folder"
             )
-        if not resume and is_begun(self.run_dir):
+        if not resume and is_begun(self.run_dir) and self.run_dir.resolve() in begun:
+            # TRL writes into the folder again
+            self.run_dir, earlier = _free(self.run_dir), self.run_dir
+            print_line(f"{earlier} has an earlier run of this script; this one is in {self.run_dir}")
+        elif not resume and is_begun(self.run_dir):
             raise ConfigError(
                 f"the run {self.run_dir} already exists: continue it with train(resume_from_checkpoint=True), "
                 f"or set {type(self.args).__name__}.output_dir to another folder"
@@ -510,12 +520,6 @@ class Trainer:
         }
         given = merge_trees(self.args.to_tree(), tree)
         config: RunConfig = load_config(given, name=type(self).__name__)
-        warmup = getattr(self.args, "warmup_steps", 0) or 0
-        if warmup >= 1 and config.train.total_epochs and (config.sft is None or config.sft.packing is None):
-            # updates are known only with the data
-            self.args._updates = with_steps(config, len(self._train_rows)).train.steps * config.updates_per_step
-            given = merge_trees(self.args.to_tree(), tree)
-            config = load_config(given, name=type(self).__name__)
         unlimited = "max_prompt_tokens" not in given["data"] and isinstance(self.args, TRLConfig)
         return self._with_longest_prompt(config) if unlimited and config.kind == "rl" else config
 
@@ -622,7 +626,7 @@ class Trainer:
     @property
     def hub_model_id(self) -> str:
         """Name of the model's repository on the hub."""
-        return getattr(self.args, "hub_model_id", None) or self.run_dir.name
+        return getattr(self.args, "hub_model_id", None) or Path(self.args.output_dir or self.run_dir).name
 
     def push_to_hub(self, commit_message: str | None = "End of training", **options: Any) -> str:
         """Upload the trained model to the hub, with `huggingface_hub`.
@@ -1097,8 +1101,13 @@ def _run_dir(output_dir: str | Path | None, kind: str, args: str) -> Path:
                 f"{args}.output_dir must be a folder whose name does not begin with a dot (got {str(output_dir)!r})"
             )
         return path
-    names = itertools.chain([f"runs/{kind}"], (f"runs/{kind}-{number}" for number in itertools.count(2)))
-    return next(path for path in map(Path, names) if not path.exists())
+    return _free(Path("runs", kind))
+
+
+def _free(path: Path) -> Path:
+    """Return `path`, or the first of `path-2`, `path-3`, ... that does not exist."""
+    paths = itertools.chain([path], (path.with_name(f"{path.name}-{number}") for number in itertools.count(2)))
+    return next(one for one in paths if not one.exists())
 
 
 def _unused(*_: Any) -> None:

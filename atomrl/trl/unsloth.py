@@ -206,7 +206,8 @@ def _with_members(model: Any) -> Any:
 
     members = {
         "push_to_hub_merged": push_to_hub_merged, "push_to_hub_gguf": push_to_hub_gguf,
-        "save_pretrained_gguf": save_pretrained_gguf, "save_lora": save_lora, "load_lora": lambda folder, **_: folder, "fast_generate": fast_generate,
+        "save_pretrained_gguf": save_pretrained_gguf, "fast_generate": fast_generate,
+        "save_lora": save_lora, "load_lora": lambda folder, **_: folder,
         "save_pretrained_merged": save_pretrained_merged,
         "vllm_engine": SimpleNamespace(sleep=lambda *_: None, wake_up=lambda *_: None),
     }  # fmt: skip
@@ -270,8 +271,7 @@ def train_on_responses_only(
     if not instruction_part or not response_part:
         raise ConfigError("train_on_responses_only: give instruction_part and response_part")
     parts = [
-        template_ids(part, trainer.tokenizer, "train_on_responses_only")
-        for part in (instruction_part, response_part)
+        template_ids(part, trainer.tokenizer, "train_on_responses_only") for part in (instruction_part, response_part)
     ]
     trainer.train_on(lambda ids: responses(ids, *parts), f"response_part={response_part!r}")
     return trainer

@@ -11,7 +11,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import ClassVar
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from atomrl.cli.main import main
 from atomrl.redirect import VARIABLE, Finder
@@ -124,11 +126,11 @@ def test_a_dry_run_and_the_config_stop_where_the_script_would_train(place, capfd
 
 
 BAD = {
-    "another trainer": ("from trl import BCOTrainer", 2, r"train.py:1: AtomRL has no BCOTrainer .*loss_type='bco'"),
+    "another trainer": ("from trl import BCOTrainer; BCOTrainer()", 2, r"train.py:1: AtomRL has no BCOTrainer .*loss_type='bco'"),
     "a part of a trainer": ("from trl import GKDConfig\nGKDConfig('o')", 2, "train.py:2: .*lmbda=0.5 has no count"),
-    "a function": ("from trl.trainer.utils import pad_it", 2, "train.py:1: AtomRL has no pad_it of TRL"),
+    "a function": ("from trl.trainer.utils import pad_it\npad_it()", 2, "train.py:1: AtomRL has no pad_it of T"),
     "a function of unsloth": ("import unsloth\nunsloth.patch_it()", 2, "train.py:2: AtomRL has no patch_it of unsloth"),
-    "an experimental one": ("from trl.experimental.nash_md import NashMDTrainer", 2, "no NashMDTrainer of TRL"),
+    "an experimental one": ("from trl.experimental.nash_md import NashMDTrainer as N; N()", 2, "no NashMDTrainer"),
     "no training": ("from trl.import_utils import is_peft_available, is_nowhere_available as no\n"
                     "assert is_peft_available() and not no()", 0, ""),
     "an exit": ("import trl, sys; sys.exit(3)", 3, ""),
@@ -139,8 +141,12 @@ BAD = {
     "internals": ("from trl import SFTTrainer\nclass X(SFTTrainer):\n def compute_loss(self): 0", 2,
                   "train.py:2: class X overrides compute_loss"),
     "unknown argument": ("from trl import SFTConfig\nSFTConfig('o', lerning_rate=1)", 2, "train.py:2: .*learning_rate"),
-    "unsloth's collator": ("from unsloth.trainer import UnslothVisionDataCollator", 2, "changes the size of pictures"),
-    "inside a function": ("def f():\n from trl import ORPOConfig, PRMTrainer\nf()", 2, "train.py:2: AtomRL has no PRM"),
+    "unsloth's collator": ("from unsloth.trainer import UnslothVisionDataCollator as C; C()", 2, "changes the size of pictures"),
+    "a loop of steps": ("from trl import AutoModelForCausalLMWithValueHead as M\nM.from_pretrained('x')", 2,
+                        r"train.py:1: AtomRL has no .* for a loop of ppo_trainer.step .*GRPOTrainer"),
+    "an import that is not used": ("from trl import NashMDTrainer, AutoModelForCausalLMWithValueHead", 0, ""),
+    "inside a function": ("def f():\n from trl import ORPOConfig, PRMTrainer\n PRMTrainer()\nf()", 2,
+                          "train.py:2: AtomRL has no PRM"),
 }  # fmt: skip
 
 
@@ -151,7 +157,7 @@ def test_what_a_script_may_do_ends_as_its_author_expects(what, place, capfd):
     assert re.search(said, capfd.readouterr().err)
 
 
-def test_two_trainers_a_fork_and_a_second_run_of_one_folder(place, capfd):
+def test_two_trainers_a_fork_and_a_second_training(place, capfd):
     script = write(
         place,
         GRPO
@@ -159,13 +165,20 @@ def test_two_trainers_a_fork_and_a_second_run_of_one_folder(place, capfd):
     if not (pid := os.fork()):
         os._exit(0)
     os.waitpid(pid, 0)
-    trainer("one").train()
+    first = trainer("one", learning_rate=0.01)
+    first.train()
     trainer("two").train()
-    trainer("one").train()
+    first.train()
     """,
     )
+    assert main(["run", script]) == 0
+    assert (place / "two/summary.json").is_file()
+    assert "one has an earlier run of this script; this one is in one-2" in capfd.readouterr().err
+    trained, again = (load_file(place / path / "model.safetensors") for path in ("one/model", "one-2/inputs/model"))
+    assert all(torch.equal(trained[name], again[name]) for name in trained)  # it goes on from the trained weights
+
+    write(place, GRPO + '    trainer("one").train()')  # a script that is started again
     assert main(["run", script]) == 2
-    assert (place / "one/summary.json").is_file() and (place / "two/summary.json").is_file()
     assert re.search(r"train.py:\d+: the run one already exists", capfd.readouterr().err)
 
 
@@ -203,6 +216,63 @@ def test_processes_of_a_script_have_its_trl(place, capfd):
     )
     assert main(["run", script]) == 0
     assert capfd.readouterr().out == "trl\n0 0\n"
+
+
+OLDER = """
+    import os
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+    from trl import SFTTrainer
+    tokenizer = AutoTokenizer.from_pretrained(os.environ["MODEL"])
+    model = AutoModelForCausalLM.from_pretrained(os.environ["MODEL"], use_auth_token=None, load_in_8bit=False)
+    rows = [{"line": f"{n}+1={n + 1}"} for n in range(8)]
+    args = TrainingArguments("out", evaluation_strategy="no", warmup_ratio=0.5, group_by_length=True, use_cpu=True,
+                             per_device_train_batch_size=4, num_train_epochs=2, **EXTRA)
+    SFTTrainer(model, train_dataset=rows, dataset_text_field="line", max_seq_length=32, tokenizer=tokenizer,
+               args=args).train()
+"""
+
+
+def test_a_script_for_older_versions_of_transformers_and_trl(place):
+    assert main(["run", write(place, OLDER.replace("**EXTRA", ""))]) == 0
+    config = yaml.safe_load((place / "out/config.yaml").read_text())
+    assert config["train"]["warmup_ratio"] == 0.5 and config["train"]["max_row_tokens"] == 32
+
+
+def test_warm_up_steps_are_optimizer_steps(place):
+    script = write(place, OLDER.replace("warmup_ratio=0.5", "warmup_steps=1").replace("**EXTRA", ""))
+    assert main(["run", script]) == 0
+    config = yaml.safe_load((place / "out/config.yaml").read_text())
+    assert config["train"]["warmup_updates"] == 1
+
+
+def test_an_unknown_argument_of_transformers_is_its_own_error(place, capfd):
+    assert main(["run", write(place, OLDER.replace("**EXTRA", "evaluation_strat='no'"))]) == 1
+    assert "unexpected keyword argument 'evaluation_strat'" in capfd.readouterr().err
+
+
+def test_a_flag_of_the_script_that_is_also_a_config_s(place, capfd):
+    script = write(
+        place,
+        """
+        from dataclasses import dataclass
+        from trl import SFTConfig, TrlParser
+        @dataclass
+        class Own:
+            project: str
+            hub_token: str = "none"
+        args, own = TrlParser((SFTConfig, Own)).parse_args_and_config()
+        print(own.project, own.hub_token, args.output_dir)
+        """,
+    )
+    assert main(["run", script, "--project", "mine", "--hub_token", "x", "--output_dir", "out"]) == 0
+    assert "mine x out" in capfd.readouterr().out
+
+
+def test_prompts_of_any_length_are_trained(place, capfd):
+    text = GRPO.replace('f"{n}+1="', '"1+" * 300 + f"{n}="')
+    script = write(place, text + '    print(trainer("out").args.to_tree()["data"]["max_prompt_tokens"])')
+    assert main(["run", script]) == 0
+    assert capfd.readouterr().out.split()[-1] == "602"
 
 
 def test_a_notebook_runs_without_its_shell_lines(place, capfd):

@@ -96,8 +96,6 @@ class Translation:
         self.approximated: list[str] = []
         self.differences: list[str] = []
         """Numbers in which the run differs from the library's, with both values."""
-        self.updates = 0
-        """Number of all optimizer steps, where it is known beside the settings; 0: unknown."""
         self.to_do: list[str] = []
         """Steps that are left to the user, with their lines in the source."""
         self.files: dict[str, str] = {}

@@ -539,21 +539,13 @@ def _schedule(t: Translation) -> None:
     if kind == "cosine_with_min_lr":
         t.put("train.min_lr_ratio", float(least or 0.0), "lr_scheduler_kwargs")
     warmup = t.number("warmup_steps") if t.is_set("warmup_steps") else 0.0
-    if (0 < warmup < 1 or t.number("warmup_ratio") or (warmup and t.integer("max_steps") > 0)) and kind != "constant":
+    if (warmup or t.number("warmup_ratio")) and kind != "constant":
         t.differ("first update of the warm-up", "a learning rate of 0", f"that of {t.library}'s second update")
     if kind == "constant":  # which has no warm-up in transformers
         t.put("train.warmup_ratio", 0.0, "lr_scheduler_type")
         t.name_of(["warmup_steps", "warmup_ratio"])
     elif warmup >= 1:
-        if (total := max(t.integer("max_steps"), t.updates)) > 0:
-            of_all = "of all updates" if t.updates else "of max_steps"
-            t.put("train.warmup_ratio", share(warmup, total), "warmup_steps", because=of_all)
-        else:
-            t.differ("warm-up", f"{warmup:g} updates", "none: their share of all updates is not known")
-            t.to_do.append(
-                f"warmup_steps={warmup:g}: a warm-up is a fraction of all updates here: divide by their number, which "
-                "atomrl train --dry-run prints, and set train.warmup_ratio"
-            )
+        t.put("train.warmup_updates", round(warmup), "warmup_steps")
     else:
         t.put("train.warmup_ratio", warmup or t.number("warmup_ratio"), "warmup_steps", "warmup_ratio")
 
