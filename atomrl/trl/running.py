@@ -122,7 +122,7 @@ def run_script(script: Path, arguments: Sequence[str], dry_run: bool = False, co
     if config_out is not None and config_out.exists():
         raise ConfigError(f"{config_out} exists; give another name")
     redirect.install()
-    trainer.begun.clear()
+    trainer.begun = set()
     plans: list[str] = []
     if dry_run or config_out is not None:
         trainer.planning = lambda made, config: _stop(made, config, config_out, plans)
@@ -155,7 +155,7 @@ def run_script(script: Path, arguments: Sequence[str], dry_run: bool = False, co
         return 1
     finally:
         sys.argv, sys.path[:] = before
-        trainer.planning = None
+        trainer.planning = trainer.begun = None
         if place is not None:
             place.cleanup()
     if dry_run or config_out is not None:

@@ -89,8 +89,8 @@ IDLE = frozenset({
 })  # fmt: skip
 """Arguments of TRL's trainers that do not change what is trained."""
 
-begun = set[Path]()
-"""Folders of the runs that this process has begun."""
+begun: set[Path] | None = None
+"""Set by `atomrl run`: folders of the runs that the script has begun."""
 planning: Callable[["Trainer", RunConfig], None] | None = None
 """Set by `atomrl run --dry-run`: called where a run would start."""
 COPIES_ADAPTERS = ("grpo", "rloo", "dpo", "kto")
@@ -391,7 +391,8 @@ class Trainer:
             # a second training goes on from the trained weights
             self._given, self._initial_tokenizer = GivenModel(self.model), self.tokenizer
         resume = self._check_folder(resume_from_checkpoint)
-        begun.add(self.run_dir.resolve())
+        if begun is not None:
+            begun.add(self.run_dir.resolve())
         try:
             config = self._make_config(resume)
             self._begin_state(with_steps(config, len(self._train_rows)), resume)
@@ -455,7 +456,7 @@ class Trainer:
             raise ConfigError(
                 f"no run to resume in {self.run_dir}: set {type(self.args).__name__}.output_dir to the run's folder"
             )
-        if not resume and is_begun(self.run_dir) and self.run_dir.resolve() in begun:
+        if not resume and is_begun(self.run_dir) and begun is not None and self.run_dir.resolve() in begun:
             # TRL writes into the folder again
             self.run_dir, earlier = _free(self.run_dir), self.run_dir
             print_line(f"{earlier} has an earlier run of this script; this one is in {self.run_dir}")

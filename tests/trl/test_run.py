@@ -126,7 +126,7 @@ def test_a_dry_run_and_the_config_stop_where_the_script_would_train(place, capfd
 
 
 BAD = {
-    "another trainer": ("from trl import BCOTrainer; BCOTrainer()", 2, r"train.py:1: AtomRL has no BCOTrainer .*loss_type='bco'"),
+    "another trainer": ("from trl import BCOTrainer\nBCOTrainer()", 2, r"train.py:1: .*BCOTrainer .*loss_type='bco'"),
     "a part of a trainer": ("from trl import GKDConfig\nGKDConfig('o')", 2, "train.py:2: .*lmbda=0.5 has no count"),
     "a function": ("from trl.trainer.utils import pad_it\npad_it()", 2, "train.py:1: AtomRL has no pad_it of T"),
     "a function of unsloth": ("import unsloth\nunsloth.patch_it()", 2, "train.py:2: AtomRL has no patch_it of unsloth"),
@@ -266,13 +266,6 @@ def test_a_flag_of_the_script_that_is_also_a_config_s(place, capfd):
     )
     assert main(["run", script, "--project", "mine", "--hub_token", "x", "--output_dir", "out"]) == 0
     assert "mine x out" in capfd.readouterr().out
-
-
-def test_prompts_of_any_length_are_trained(place, capfd):
-    text = GRPO.replace('f"{n}+1="', '"1+" * 300 + f"{n}="')
-    script = write(place, text + '    print(trainer("out").args.to_tree()["data"]["max_prompt_tokens"])')
-    assert main(["run", script]) == 0
-    assert capfd.readouterr().out.split()[-1] == "602"
 
 
 def test_a_notebook_runs_without_its_shell_lines(place, capfd):

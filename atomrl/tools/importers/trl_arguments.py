@@ -9,7 +9,7 @@ from typing import Any
 from atomrl.config import ConfigError
 from atomrl.config.adapters import HEADS
 from atomrl.tools.importers.sources import Settings, hub_source
-from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation, share
+from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation
 
 # --------------------------------------------------------------------------------------------------------------------
 # Arguments that are not translated: irrelevant ones with the reason, and those that are refused if they are on.
