@@ -20,7 +20,6 @@ from atomrl.tools.importers.translation import (
     put_gpus,
     put_trackers,
     run_name,
-    share,
 )
 
 VERSION = "SkyRL of August 2026"
@@ -364,11 +363,10 @@ def _schedule(t: Translation) -> None:
         t.put("train.total_epochs", t.number("trainer.epochs"), "trainer.epochs")
     t.choice("scheduler", t(P + "optimizer_config.scheduler"), {"constant_with_warmup": "", "constant": ""})
     t.put("train.schedule", "constant", P + "optimizer_config.scheduler")
-    steps, name = t.tree["train"].get("steps"), P + "optimizer_config.num_warmup_steps"
-    if (warmup := t.integer(name)) and steps:
-        t.put("train.warmup_ratio", share(warmup, steps * _updates(t)), name, because="of trainer.max_training_steps")
-    elif warmup:
-        t.to_do.append(f"{name}={warmup}: set train.warmup_ratio, their share of all updates")
+    name = P + "optimizer_config.num_warmup_steps"
+    if t.integer(name):
+        t.put("train.warmup_updates", t.integer(name), name)
+        t.differ("first update of the warm-up", "a learning rate of 0", "that of SkyRL's second update")
     if t("trainer.max_tokens_per_microbatch") is not None and t.integer("trainer.max_tokens_per_microbatch") > 0:
         t.put("train.rows_per_micro_batch", None)
         most = t.count("trainer.max_tokens_per_microbatch")

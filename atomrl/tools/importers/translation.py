@@ -1,7 +1,6 @@
 """`Translation` collects a config from another library's keys, and records how each key was translated."""
 
 import json
-import math
 import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from pathlib import Path
@@ -50,17 +49,6 @@ def misspelt(name: str, names: Iterable[str]) -> str | None:
         ('lr', None)
     """
     return nearest(name, names, max(0.5, 1 - 1.5 / len(name)))
-
-
-def share(part: float, whole: int) -> float:
-    """Return `part / whole` rounded down to 9 digits, so that `ceil(share * whole)` is `part`; 1 at most.
-
-    Example:
-        >>> share(20, 300), share(10, 200), share(7, 100)
-        (0.066666666, 0.05, 0.069999999)
-    """
-    ratio = math.floor(min(1.0, part / whole) * 1e9) / 1e9
-    return ratio if ratio * whole <= part else round(ratio - 1e-9, 9)
 
 
 Moves = Mapping[str, tuple[str | tuple[str, ...], Callable[[Any], Any]]]

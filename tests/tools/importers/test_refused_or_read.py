@@ -575,7 +575,7 @@ def test_dapo_of_skyrl_has_its_penalty_and_aimes_reward(read: Read, tmp_path: Pa
     keys = "environment.env_class=aime generator.apply_overlong_filtering=true trainer.max_training_steps=10"
     imported = read(f"{program} {keys} trainer.policy.optimizer_config.num_warmup_steps=4")
     shaping = {"soft_overlong": True, "overlong_buffer_tokens": 512, "overlong_penalty": 1.0, "mask_truncated": True}
-    assert (imported.tree["algorithm"]["shaping"], imported.tree["train"]["warmup_ratio"]) == (shaping, 0.1)
+    assert (imported.tree["algorithm"]["shaping"], imported.tree["train"]["warmup_updates"]) == (shaping, 4)
     assert imported.tree["data"]["answer_field"] == "reward_model.ground_truth" and not imported.to_do
     (tmp_path / "a_rewards.py").write_text(imported.files["a_rewards.py"])
     reward = find_function(f"{tmp_path}/a_rewards.py:aime")
