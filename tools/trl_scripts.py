@@ -366,6 +366,8 @@ def cut_short() -> None:
                     for name, value in SMALL.items():
                         if hasattr(args, name):
                             setattr(args, name, value)
+                    if getattr(args, "kind", "") in ("grpo", "rloo"):
+                        args.max_prompt_length = SMALL["max_length"]
                     if str(getattr(args.optim, "value", args.optim)) in CPU_OPTIMIZERS:
                         args.optim = "adamw_torch"
             original(self, *given, **named)
