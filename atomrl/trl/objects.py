@@ -72,6 +72,21 @@ def without_new_pad(tokenizer: Any, embeddings: int) -> Any:
     return plain
 
 
+def with_adapters(model: Any, settings: Any) -> tuple[Any, Any]:
+    """Add the adapters of a `peft_config` to a loaded model at once, as TRL does: `trainer.model` is a `PeftModel`
+    before training.
+
+    Returns:
+        Model and settings for `GivenModel`: a `PeftModel` without settings, or both as they are.
+    """
+    if isinstance(model, str | Path) or not hasattr(model, "save_pretrained") or hasattr(model, "get_base_model"):
+        return model, settings
+    import peft
+
+    lora_section(settings)  # which refuses what is not trained here
+    return peft.get_peft_model(model, settings), None
+
+
 class GivenModel:
     """A model that a script gives to a trainer: a name, a transformers model, or a `PeftModel`.
 

@@ -56,7 +56,7 @@ from atomrl.trl.inputs import (
     sft_rows,
     token_rows,
 )
-from atomrl.trl.objects import GivenModel, load_trained, quantization_of, with_template, without_new_pad
+from atomrl.trl.objects import GivenModel, load_trained, quantization_of, with_adapters, with_template, without_new_pad
 from atomrl.trl.state import RunState
 
 INPUTS = "inputs"
@@ -200,6 +200,8 @@ class Trainer:
         revision = loading.get("revision") if isinstance(loading, Mapping) else None
         if isinstance(model, str) and revision not in (None, "main"):
             model = f"{model}@{revision}"
+        if peft_config is not None and not isinstance(peft_config, Mapping):
+            model, peft_config = with_adapters(model, peft_config)
         self._given = GivenModel(model)
         self._notes += self._given.notes
         self._open_tokenizer(model, tokenizer)

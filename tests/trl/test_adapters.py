@@ -88,3 +88,14 @@ def test_a_score_head_that_trl_would_not_train_is_said(model):
     args = RewardConfig(output_dir="out", **SMALL)
     trainer = RewardTrainer(model, args=args, train_dataset=PAIRS, peft_config=settings)
     assert any("score head" in note for note in trainer.notes())
+
+
+def test_a_loaded_model_has_the_adapters_before_training(model):
+    settings = peft.LoraConfig(r=4, lora_dropout=0.0, task_type="CAUSAL_LM")
+    base = AutoModelForCausalLM.from_pretrained(model)
+    trainer = DPOTrainer(base, args=DPOConfig(output_dir="out", **SMALL), train_dataset=PAIRS, peft_config=settings)
+    wrapped = trainer.model
+    assert 0 < wrapped.get_nb_trainable_parameters()[0] < base.num_parameters()
+    trainer.train()
+    trained = {name: weight for name, weight in wrapped.named_parameters() if "lora_B" in name}
+    assert trainer.model is wrapped and all(weight.abs().sum() > 0 for weight in trained.values())
