@@ -147,7 +147,7 @@ def import_config(
             t = with_files[library](path, out) if library in with_files else llamafactory.translate(path)
     except ConfigError:
         raise
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as a file of {library}: {error}") from error
     return _imported(t, path)
 

@@ -12,7 +12,7 @@ from atomrl.data.columns import SYSTEM
 from atomrl.tools.importers import trl_arguments
 from atomrl.tools.importers.names import LLAMA_FACTORY
 from atomrl.tools.importers.sources import Settings, flat_yaml, hub_source, places_of, text_of
-from atomrl.tools.importers.translation import TEMPLATE, Translation
+from atomrl.tools.importers.translation import EARLIER_ANSWERS, TEMPLATE, Translation
 from atomrl.tools.importers.trl import TRAINERS, put_batches, put_lengths
 
 VERSION = "LLaMA-Factory of August 2026"
@@ -101,7 +101,7 @@ def translate(path: Path) -> Translation:
     Translation("LLaMA-Factory", given, {}, path).check_names(LLAMA_FACTORY)
     if not given.get("do_train"):
         raise ConfigError(f"{path} trains nothing: do_train is not true")
-    if (stage := given.get("stage", "sft")) not in STAGES:
+    if str(stage := given.get("stage", "sft")) not in STAGES:
         raise ConfigError(f"{path}: stage={stage} has no counterpart; supported: {', '.join(STAGES)}")
     if (tuning := given.get("finetuning_type", "lora")) not in ("full", "lora"):
         raise ConfigError(f"{path}: finetuning_type={tuning} has no counterpart; supported: full, lora")
@@ -225,6 +225,7 @@ TAGS: Mapping[str, tuple[str | None, ...]] = {
 """Roles that messages may have here; `role_tag` and `content_tag` are `from` and `value`, or `role` and `content`."""
 OPTIONAL = {"system": SYSTEM, "tools": ("tools",), "history": ("history",), "images": None}
 """Columns of all layouts, with the names that they may have here; None: any name."""
+FORMATS = ("alpaca", "sharegpt", "openai")
 READ = (".json", ".jsonl", ".csv", ".parquet")
 
 
@@ -271,9 +272,7 @@ def _source(t: Translation, name: str, stage: str) -> tuple[str, dict[str, str]]
     info = next((one for one in places_of(t.path, f"{folder}/dataset_info.json") if one.is_file()), None)
     if info is None:
         raise ConfigError(f"dataset_info.json is not in dataset_dir={folder}, here or in a folder above")
-    entry = json.loads(text_of(info)).get(name)
-    if entry is None:
-        raise ConfigError(f"{info} has no {name!r}")
+    entry = _entry(info, name)
     for key in ("folder", "num_samples"):
         if entry.get(key):
             raise ConfigError(f"{key}={entry[key]} of {name} in {info.name}")
@@ -284,6 +283,31 @@ def _source(t: Translation, name: str, stage: str) -> tuple[str, dict[str, str]]
         where = entry.get("file_name", "in a place that is neither a file nor the Hugging Face hub")
         raise ConfigError(f"{name} is {where}; files are {', '.join(READ)}")
     return str(info.parent / entry["file_name"]), _columns(name, entry, stage)
+
+
+def _entry(info: Path, name: str) -> dict[str, Any]:
+    """Return what `dataset_info.json` says of a data set.
+
+    Raises:
+        ConfigError: the file is not JSON, has no such data set, or one of another form.
+    """
+    try:
+        entries = json.loads(text_of(info))
+    except ValueError as error:
+        raise ConfigError(f"{info} is not valid JSON: {error}") from None
+    if not isinstance(entries, dict) or name not in entries:
+        raise ConfigError(f"{info} has no {name!r}")
+    entry = entries[name]
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{info}: {name!r} is not a mapping")
+    forms = {"columns": dict, "tags": dict, "file_name": str, "hf_hub_url": str, "formatting": str}
+    for key, form in forms.items():
+        if not isinstance(entry.get(key, form()), form):
+            what = "mapping" if form is dict else "text"
+            raise ConfigError(f"{info}: {key}={entry[key]} of {name!r} is not a {what}")
+    if entry.get("formatting", "alpaca") not in FORMATS:
+        raise ConfigError(f"{info}: formatting={entry['formatting']} of {name!r} is none of {', '.join(FORMATS)}")
+    return entry
 
 
 def _columns(name: str, entry: Mapping[str, Any], stage: str) -> dict[str, str]:
@@ -363,6 +387,10 @@ def _rows(t: Translation, stage: str) -> None:
         if t.flag("packing"):
             t.differ("last block of 1000 rows, which is shorter", "dropped", "trained")
     else:
+        if stage != "rm":
+            t.put("data.row_end", "template")
+        if stage == "sft":
+            t.differ(*EARLIER_ANSWERS)
         t.differ("instruction and input of an Alpaca row", "a line break between them", "an empty line")
         why = "are read if dataset_info.json names them"
         t.differ("columns system, history and tools", why, "are read if the rows have them")

@@ -58,6 +58,10 @@ _KEPT = re.compile("\x01(\\d+)\x01")
 """A command substitution whose output is not known, within a word."""
 REFERENCE = re.compile(r"\$\{?(\w+)(?:\[[@*]\])?\}?")
 """A variable, or all words of an array, that was not expanded."""
+MOST_CHARACTERS = 60_000
+"""Characters of a script, with the values of its variables: the time to read one grows with their square."""
+LONGEST_PATH = 4096
+"""Characters of a value from which `${NAME##pattern}` removes a part."""
 _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -137,6 +141,7 @@ def _without_documents(text: str, variables: dict[str, str]) -> str:
 def _lines(text: str, source: str) -> Iterator[str]:
     """Yield logical lines: those continued in a quote, an array or after a backslash are joined."""
     rest, begun, number = text.replace("\r\n", "\n").split("\n"), "", 0
+    array, depth, quoted = "", 0, False  # the lines before of an open array, its open brackets; a quote is open
     for index, line in enumerate(rest, 1):
         if not begun and line.lstrip().startswith("#"):  # a backslash does not continue a comment
             continue
@@ -145,26 +150,32 @@ def _lines(text: str, source: str) -> Iterator[str]:
         if begun.endswith("\\") and not begun.endswith("\\\\"):
             begun = f"{begun[:-1]} "
             continue
+        quoted = quoted and not re.search("['\"]", line)
         try:
-            shlex.split(_uncommented(begun))
-        except ValueError:  # a quote is open
+            quoted or shlex.split(_uncommented(begun))
+        except ValueError:
+            quoted = True
+        if quoted:
             begun += "\n"
             continue
-        if (array := _ARRAY.search(begun)) and _is_open(begun[array.end() :]):
-            begun = _uncommented(begun) + " "
-            continue
-        yield begun.strip()
-        begun, number = "", 0
-    if begun.strip() and rest[-1].endswith("\\"):  # it ends the file, as in a line that was cut
-        yield begun.strip()
-    elif begun.strip():
+        if depth or (start := _ARRAY.search(begun)):
+            depth += _open_brackets(begun if depth else begun[start.end() :])
+            if depth > 0:
+                array, begun = f"{array}{_uncommented(begun)} ", ""
+                continue
+        yield f"{array}{begun}".strip()
+        array, begun, depth, number = "", "", 0, 0
+    begun = f"{array}{begun}".strip()
+    if begun and rest[-1].endswith("\\"):  # it ends the file, as in a line that was cut
+        yield begun
+    elif begun:
         raise ConfigError(f"{source}:{number}: unclosed quote or bracket of an array")
 
 
-def _is_open(text: str) -> bool:
-    """Return whether the bracket with which a text begins is not closed in it."""
+def _open_brackets(text: str) -> int:
+    """Return how many brackets are opened in a text and not closed."""
     plain = re.sub(rf"\$\({_EXPRESSION}\)", "", _TOKEN.sub("", text))
-    return plain.count("(") > plain.count(")")
+    return plain.count("(") - plain.count(")")
 
 
 def _parts(line: str) -> Iterator[tuple[str, str]]:
@@ -228,6 +239,8 @@ class _Reading:
 
     def __init__(self, place: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         self.place, self.arguments = place, arguments
+        self.size = 0
+        """Characters of the texts that were read and of the values that were put into them."""
         self.variables: dict[str, str] = {"HOME": os.path.expanduser("~"), **environment, "0": str(place)}
         self.variables |= {str(number): word for number, word in enumerate(arguments, start=1)}
         self.exported = set(environment)
@@ -250,14 +263,27 @@ class _Reading:
         """Read a text.
 
         Raises:
-            ConfigError: an unclosed quote.
+            ConfigError: an unclosed quote, or the text or the values of its variables are too long.
         """
+        self._count(text)
         for line in _lines(_without_documents(text, self.variables), source):
             try:
                 for part, end in _parts(line):
                     self.part(part, end)
+            except ConfigError:
+                raise
             except ValueError as error:  # quotes in the value of a variable
                 raise ConfigError(f"{source}: {line!r} cannot be parsed as shell: {error}") from None
+
+    def _count(self, text: str) -> str:
+        """Return a text that is read or put into one, and count its characters: a value can double in each line."""
+        self.size += len(text)
+        if self.size > MOST_CHARACTERS:
+            raise ConfigError(
+                f"{self.place}: with its variables and the scripts that it reads it has over {MOST_CHARACTERS:,} "
+                "characters: write the command that starts the training into a script of its own"
+            )
+        return text
 
     def _source(self, name: str, arguments: Sequence[str]) -> bool:
         """Read another script in place of `source NAME ARGUMENTS`; False if it is not there."""
@@ -571,7 +597,7 @@ class _Reading:
             return shlex.join(" ".join(self.arguments).split())
         if inside == "PWD":
             return str(self._started())
-        return self._braced(_INSIDE.fullmatch(inside), reference)
+        return self._count(self._braced(_INSIDE.fullmatch(inside), reference))
 
     def _braced(self, inside: re.Match[str] | None, reference: str) -> str:
         if inside is not None and inside["name"] in self.unknown:
@@ -580,7 +606,7 @@ class _Reading:
             return reference
         if inside is not None and inside["name"] in self.variables:
             value, rest = self.variables[inside["name"]], self.expanded(inside["rest"])
-            if inside["trim"]:
+            if inside["trim"] and len(value) <= LONGEST_PATH:
                 return _trimmed(value, inside["trim"], rest)
             if inside["start"]:
                 start, count = int(inside["start"]), inside["count"]

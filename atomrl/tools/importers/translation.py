@@ -34,6 +34,12 @@ def run_name(name: Any) -> str:
 
 
 ON, OFF = ("true", "1", "yes", "y", "on", "t"), ("false", "0", "no", "n", "off", "f")
+EARLIER_ANSWERS = (
+    "line break of ChatML behind an answer that another turn follows",
+    "trained",
+    "not trained; behind the last answer it is (data.row_end=template)",
+)
+"""A difference of rows with several answers."""
 TEMPLATE = (
     "the chat template is read from the tokenizer: save it with the model as chat_template.jinja, and remove the key"
 )

@@ -9,6 +9,7 @@ from typing import Any
 from atomrl.config import ConfigError
 from atomrl.tools.importers.sources import Settings
 from atomrl.tools.importers.translation import (
+    EARLIER_ANSWERS,
     NO_PICTURES,
     TEMPLATE,
     Moves,
@@ -184,6 +185,8 @@ def _rows(t: Translation, old: bool) -> None:
     )
     if messages != "messages":
         t.to_do.append(f"messages_key={messages}: the column is `messages` here: rename it in the file")
+    t.put("data.row_end", "template")
+    t.differ(*EARLIER_ANSWERS)
     put_sizes(t)
 
 

@@ -453,6 +453,20 @@ def test_a_stage_of_llama_factory_is_its_kind_of_run(stage: str, kind: str, read
     assert [line.partition("=")[0] for line in imported.to_do if "=" in line] == ["dataset", "tool_format"]
 
 
+@pytest.mark.parametrize(("info", "why"), [
+    ('{"d": ', "is not valid JSON"), ("[1]", "has no 'd'"), ('{"d": 5}', "'d' is not a mapping"),
+    ('{"d": {"file_name": ["a"]}}', "is not a text"), ('{"d": {"formatting": "odd"}}', "formatting=odd"),
+])  # fmt: skip
+def test_a_bad_dataset_info_is_named_and_the_rows_are_left_to_the_user(info: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "dataset_info.json").write_text(info)
+    (tmp_path / "a.yaml").write_text(
+        "do_train: true\nmodel_name_or_path: m\nstage: sft\nfinetuning_type: full\ndataset: d\ndataset_dir: .\n"
+    )
+    imported = import_config(tmp_path / "a.yaml", "llamafactory")
+    assert any("dataset_info.json" in line and why in line for line in imported.to_do)
+    assert imported.tree["data"]["row_end"] == "template"
+
+
 @pytest.mark.parametrize(("keys", "loss", "score", "likelihood"), [
     ("dpo_label_smoothing: 0.1", {"type": "sigmoid", "label_smoothing": 0.1}, ("log_ratio", False), 0.0),
     ("pref_loss: hinge\npref_ftx: 0.5", {"type": "hinge"}, ("log_ratio", False), 0.5),

@@ -72,3 +72,9 @@ def test_arguments_that_only_the_shell_knows_are_refused(tmp_path: Path) -> None
     (tmp_path / "a.sh").write_text('E=()\nif [ -f x ]; then E+=(trainer.seed=1); fi\nrun algorithm.a=1 "${E[@]}"\n')
     with pytest.raises(ConfigError, match=r"\$\{E\[@\]\} is a part of the command.*\[ -f x \]"):
         import_config(tmp_path / "a.sh", "verl")
+
+
+def test_values_that_double_in_each_line_are_an_error_and_long_arrays_are_read() -> None:
+    with pytest.raises(ConfigError, match=r"has over 60,000 characters"):
+        read_script("A=xxxx\n" + 'A="$A$A"\n' * 40 + "run $A", "s.sh")
+    assert len(read_script("A=(\n" + "  a='b'\n" * 2000 + ')\nrun "${A[@]}"', "s.sh").commands[-1]) == 2001
