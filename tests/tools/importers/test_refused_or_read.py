@@ -12,7 +12,7 @@ import yaml
 from atomrl import sandbox
 from atomrl.common.functions import find_function
 from atomrl.config import ConfigError
-from atomrl.tools.importers import llamafactory, names, skyrl
+from atomrl.tools.importers import import_config, llamafactory, names, skyrl
 from tests.tools.importers.conftest import Read
 
 PPO = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=m"
