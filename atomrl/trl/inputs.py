@@ -111,7 +111,7 @@ def sft_rows(rows: DatasetRows, text_field: str, formatting_func: Callable[..., 
     first, of `formatting_func`, a conversation, prompt and completion, and text.
 
     Raises:
-        ConfigError: the rows have none of these.
+        ConfigError: the rows do not have the column that `text_field` names.
     """
     if formatting_func is not None:
         return [{"text": text} for row in rows for text in _formatted(formatting_func, row)]
@@ -125,6 +125,8 @@ def sft_rows(rows: DatasetRows, text_field: str, formatting_func: Callable[..., 
             return [{key: row[key] for key in row if key in layout or key in WITH_TEXT} for row in rows]
     if text_field in names:
         return [{"text": row.get(text_field)} for row in rows]
+    if text_field != "text":
+        raise ConfigError(f"dataset_text_field: the rows have no column {text_field!r}, but {', '.join(sorted(names))}")
     return rows  # Alpaca's layout, or an error that names all layouts
 
 
@@ -151,7 +153,9 @@ def token_rows(
         ConfigError: nothing of any row is trained, or a row has another layout.
     """
     end, made, trained = tokenizer.eos_token or "", list[dict[str, Any]](), False
-    for row in rows:
+    for place, row in enumerate(rows):
+        if empty := [name for name in row.keys() - WITH_TEXT if row[name] is None]:
+            raise ConfigError(f"{what}: row {place} has no {empty[0]} (None); remove it")
         if TOKENS in row:
             ids = row[TOKENS]
         elif "messages" in row:
@@ -231,13 +235,23 @@ def plain_rows(dataset: Any, name: str) -> DatasetRows:
         try:
             json.dumps(raw.row, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise DataError(f"{raw.place}: a value is not JSON serializable: {error}") from None
+            raise DataError(f"{raw.place}: {_odd_column(raw.row)} is not JSON serializable: {error}") from None
         if raw.row is None:
             raise DataError(f"{raw.place}: {raw.error}")
         rows.append(raw.row)
     if not rows:
         raise DataError(f"{name} has no rows")
     return rows
+
+
+def _odd_column(row: Mapping[str, Any] | None) -> str:
+    """Return the name of the first column whose value JSON cannot hold."""
+    for name, value in (row or {}).items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            return f"column {name!r} (dataset.remove_columns, if nothing needs it)"
+    return "a value"
 
 
 def prompts_of_tokens(rows: DatasetRows, tokenizer: Any, name: str) -> DatasetRows:

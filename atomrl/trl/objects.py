@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from atomrl.common.errors import reraise_as
 from atomrl.config import ConfigError
 from atomrl.models.loading import adapted_path, load_tokenizer, model_config_only, resolve_folder
 from atomrl.models.shapes import text_config, tower_weights
@@ -78,13 +79,17 @@ def with_adapters(model: Any, settings: Any) -> tuple[Any, Any]:
 
     Returns:
         Model and settings for `GivenModel`: a `PeftModel` without settings, or both as they are.
+
+    Raises:
+        ConfigError: the model does not have the modules, or an option is not trained here.
     """
     if isinstance(model, str | Path) or not hasattr(model, "save_pretrained") or hasattr(model, "get_base_model"):
         return model, settings
     import peft
 
     lora_section(settings)  # which refuses what is not trained here
-    return peft.get_peft_model(model, settings), None
+    with reraise_as(ConfigError, "peft_config", ValueError):
+        return peft.get_peft_model(model, settings), None
 
 
 class GivenModel:
@@ -194,7 +199,7 @@ class GivenModel:
 
     def _write_adapters(self, folder: Path) -> str | None:
         """Save the adapters, if they were trained before: those of a new PeftModel change nothing (B = 0)."""
-        weights = dict(self.model.named_parameters())
+        weights = self.model.state_dict()  # has tied weights under both names
         trained = any(bool(weight.any()) for name, weight in weights.items() if ".lora_B." in name or "_B" in name)
         trained |= any(
             not bool((weight == weights[name.replace(f".modules_to_save.{own}.", ".original_module.")]).all())

@@ -5,6 +5,7 @@ import copy
 import functools
 import itertools
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,8 @@ from atomrl.config import ConfigError, FSDPConfig, RunConfig, load_config, merge
 from atomrl.config.keys import renamed
 from atomrl.data.files import DataError
 from atomrl.data.problems import load_problems
-from atomrl.models.loading import copy_processor, load_tokenizer, model_config_only, resolve_folder
+from atomrl.models.loading import adapted_path, copy_processor, load_tokenizer, model_config_only, resolve_folder
+from atomrl.models.scalar import is_classifier
 from atomrl.models.shapes import text_config
 from atomrl.rewards.scorer import parameters_of, takes_any
 from atomrl.rewards.table import REWARDS
@@ -248,6 +250,12 @@ class Trainer:
             self._initial_tokenizer = self.tokenizer
         if (template := getattr(self.args, "chat_template_path", None)) is not None:
             self.tokenizer = self._initial_tokenizer = with_template(self.tokenizer, template)
+        added = self.tokenizer("a")["input_ids"][len(self.tokenizer("a", add_special_tokens=False)["input_ids"]) :]
+        if self.tokenizer.eos_token_id in added[-1:] and isinstance(self.args, TRLConfig):
+            self._notes.append(
+                f"differs from TRL: end of prompts and texts: TRL one more {self.tokenizer.eos_token}, which the "
+                "tokenizer adds (add_eos_token); here none"
+            )
         if (without := without_new_pad(self.tokenizer, self._given.embeddings)) is not None:
             self._notes.append(
                 f"pad_token {self.tokenizer.pad_token!r}: left out, as the model has no embedding for it"
@@ -277,6 +285,16 @@ class Trainer:
         self._quantization = self._given.quantization or self._named_quantization
         if self._quantization and self._lora is None:
             raise ConfigError("quantised weights are not trained: add adapters (peft_config)")
+        dtype = "float32" if self._given.is_name else str(self._given.base.dtype).removeprefix("torch.")
+        if self._lora is None and dtype != "float32" and isinstance(self.args, TRLConfig):
+            self._notes.append(
+                f"differs from TRL: weights that are trained: TRL {dtype}, as the model has been loaded; here float32, "
+                "cast to model.dtype for computing"
+            )
+        if self._given.adapted and not any(weight.requires_grad for weight in self._given.model.parameters()):
+            self._notes.append("differs from TRL: adapters loaded without is_trainable: TRL trains nothing; here them")
+        if self._given.is_name and self._lora is None and adapted_path(self._given.model) is not None:
+            self._notes.append(f"model: the adapters of {self._given.model} are merged, and all weights are trained")
         if self._lora is None and self._given.frozen == "others":
             raise ConfigError(
                 "model: some of its weights are frozen (requires_grad): here all weights are trained, or all but the "
@@ -415,7 +433,7 @@ class Trainer:
             summary = run.execute(Options(resume=resume, callbacks=callbacks, wording=hint))
             self.state.end(summary["steps"])
         except (ConfigError, DataError) as error:
-            raise type(error)(renamed(str(error), NAMES)) from error
+            raise type(error)(renamed(_of_rows(str(error), self.run_dir / INPUTS), NAMES)) from error
         if summary["model"] is not None:
             self._model = (
                 None  # drop a cached initial model, so that `model` loads the trained one
@@ -1064,6 +1082,17 @@ class RewardTrainer(Trainer):
 
     kind = "reward"
 
+    def _open_tokenizer(self, model: Any, tokenizer: Any) -> None:
+        super()._open_tokenizer(model, tokenizer)
+        end, pad = self.tokenizer.eos_token, self.args.pad_token or self.tokenizer.pad_token
+        kept = not self._given.is_name or is_classifier(self._given.config)  # a classifier keeps its pad token
+        own = text_config(self._given.config).pad_token_id if kept else None
+        if pad in (None, end) and own != self.tokenizer.eos_token_id:
+            self._notes.append(
+                f"differs from TRL: score of a row that ends with {end}: TRL at the token before, as pad_token is "
+                f"eos_token; here at {end}"
+            )
+
     @staticmethod
     def _load(folder: str | Path) -> Any:
         from transformers import AutoModelForSequenceClassification
@@ -1111,6 +1140,13 @@ def _free(path: Path) -> Path:
     """Return `path`, or the first of `path-2`, `path-3`, ... that does not exist."""
     paths = itertools.chain([path], (path.with_name(f"{path.name}-{number}") for number in itertools.count(2)))
     return next(one for one in paths if not one.exists())
+
+
+def _of_rows(message: str, inputs: Path) -> str:
+    """Name the rows of the script in a message on the files that were made of them."""
+    message = message.replace(f"{inputs}/", "").replace(" (data.on_bad_row=skip drops them)", "")
+    message = re.sub(r"\b(train|eval)\.jsonl:(\d+)", lambda m: f"{m[1]}_dataset[{int(m[2]) - 1}]", message)
+    return re.sub(r"\b(train|eval)\.jsonl\b", r"\1_dataset", message)
 
 
 def _unused(*_: Any) -> None:

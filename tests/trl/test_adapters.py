@@ -3,8 +3,10 @@
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from atomrl.config import ConfigError
 from atomrl.trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from tests.tiny import make_tiny_model
 
@@ -99,3 +101,40 @@ def test_a_loaded_model_has_the_adapters_before_training(model):
     trainer.train()
     trained = {name: weight for name, weight in wrapped.named_parameters() if "lora_B" in name}
     assert trainer.model is wrapped and all(weight.abs().sum() > 0 for weight in trained.values())
+
+
+@pytest.mark.parametrize(("tied", "module"), [(False, "nothing"), (True, "lm_head")])
+def test_modules_that_are_not_there_are_refused(tmp_path, tied, module):
+    model = str(make_tiny_model(tmp_path / "model", tie_word_embeddings=tied))
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    if not tied:
+        settings.target_modules, settings.modules_to_save = {module}, None
+    with pytest.raises(ConfigError, match=module):
+        SFTTrainer(
+            AutoModelForCausalLM.from_pretrained(model), args=SFTConfig(output_dir="out", **SMALL),
+            train_dataset=TEXTS, peft_config=settings,
+        ).train()  # fmt: skip
+
+
+def test_what_trl_trains_of_a_loaded_model_is_said(model):
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), settings).save_pretrained("first")
+    frozen = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), "first")
+    half = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    for given, said in ((frozen, "without is_trainable"), (half, "TRL bfloat16"), ("first", "are merged")):
+        trainer = SFTTrainer(given, args=SFTConfig(output_dir="out", **SMALL), train_dataset=TEXTS)
+        assert any(said in note for note in trainer.notes()), said
+
+
+def test_what_trl_does_with_the_end_of_a_row_is_said(model):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    end = tokenizer.eos_token
+    args = RewardConfig(output_dir="out", pad_token=end, **SMALL)
+    trainer = RewardTrainer(model, args=args, train_dataset=PAIRS)
+    assert any(f"ends with {end}: TRL at the token before" in note for note in trainer.notes())
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, tokenizer.eos_token_id)]
+    )
+    args = SFTConfig(output_dir="out", **SMALL)
+    trainer = SFTTrainer(model, args=args, train_dataset=TEXTS, processing_class=tokenizer)
+    assert any(f"one more {end}" in note for note in trainer.notes())

@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoTokenizer, DataCollatorForLanguageModeling
 
 from atomrl.config import ConfigError
+from atomrl.data.files import DataError
 from atomrl.trl import DataCollatorForCompletionOnlyLM, SFTConfig, SFTTrainer
 from atomrl.trl.unsloth import train_on_responses_only
 from tests.tiny import make_tiny_model
@@ -86,8 +87,23 @@ def test_rows_of_tokens_train_their_labels_without_padding(place, model, tokeniz
         (TEXTS, {"response_template": ""}, "has no tokens"),
         ([{"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]}],
          {"response_template": "A:"}, "needs rows of text or messages, not prompt, completion"),
+        ([{"text": "a"}, {"text": None}], {"response_template": "A:"}, "row 1 has no text"),
     ],
 )  # fmt: skip
 def test_what_selects_nothing_is_refused(model, tokenizer, rows, arguments, message):
     with pytest.raises(ConfigError, match=message):
         trainer(model, rows, data_collator=DataCollatorForCompletionOnlyLM(**arguments, tokenizer=tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("rows", "field", "message"),
+    [
+        ([{"text": "a"}, {"text": ""}], "text", r"train_dataset: 1 rows have problems:\n  train_dataset\[1\]"),
+        ([{"text": "a"}], "body", "no column 'body', but text"),
+        ([{"text": "a", "odd": float("nan")}], "text", r"train_dataset\[0\]: column 'odd'"),
+    ],
+)  # fmt: skip
+def test_a_row_that_cannot_be_trained_is_named_as_in_the_script(model, rows, field, message):
+    with pytest.raises((ConfigError, DataError), match=message):
+        args = SFTConfig("out", max_steps=1, use_cpu=True, dataset_text_field=field)
+        SFTTrainer(model, args=args, train_dataset=rows).train()

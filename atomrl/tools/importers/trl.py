@@ -377,6 +377,7 @@ def translate_orpo(t: Translation, processes: int) -> None:
     t.put("algorithm.name", "orpo")
     t.put("algorithm.loss", [{"type": "odds_ratio", "beta": t.number("beta")}], "beta")
     t.differ("likelihood of the chosen row", "of prompt and completion", "of the completion")
+    _mean_of_likelihood(t)
     t.put("data.row_end", "template")
     _end_again(t)
     put_batches(t, processes, rows_of_one=2)
@@ -401,6 +402,8 @@ def translate_cpo(t: Translation, processes: int) -> None:
     t.put("algorithm.score", {"type": "logprob", "length_normalised": kind in ("simpo", "ipo")}, "loss_type")
     likelihood = t.number("cpo_alpha")
     t.put("algorithm.nll", {"coefficient": likelihood}, "cpo_alpha")
+    if likelihood:
+        _mean_of_likelihood(t)
     t.put("data.row_end", "template")
     _end_again(t)
     put_batches(t, processes, rows_of_one=2)
@@ -566,12 +569,11 @@ def put_batches(t: Translation, processes: int, rows_of_one: int) -> None:
     t.differ(
         "random draws", f"seed={t.integer('seed')} with its own generators", "the same seed gives another order of rows"
     )
-    if t.integer("max_steps") <= 0:
-        t.differ(
-            "end of an epoch",
-            "a smaller batch of the remaining rows",
-            "a full one, with the next epoch's first rows",
-        )
+    t.differ(
+        "end of an epoch",
+        "the remaining rows are dropped" if t.flag("dataloader_drop_last") else "a smaller batch of the remaining rows",
+        "a full one, with the next epoch's first rows",
+    )
 
 
 def put_lengths(t: Translation, overlong: str) -> None:
@@ -635,7 +637,11 @@ def _losses(t: Translation) -> None:
     t.put("algorithm.score", score, "f_divergence_type", "f_alpha_divergence_coef", "ld_alpha")
     if likelihood:
         t.put("algorithm.nll", {"coefficient": likelihood}, "loss_type", "rpo_alpha")
-        t.differ("mean of the likelihood", "over the tokens of a forward pass", "over those of the optimizer step")
+        _mean_of_likelihood(t)
+
+
+def _mean_of_likelihood(t: Translation) -> None:
+    t.differ("mean of the likelihood", "over the tokens of a forward pass", "over those of the optimizer step")
 
 
 @dataclass(frozen=True)
