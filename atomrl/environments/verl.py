@@ -302,8 +302,9 @@ async def _answer(tool: Any, data: AgentData, shorten: Any, parameters: Mapping[
 def _finalize(made: _Made, interaction: Any, request_id: str) -> None:
     """End an interaction if its method takes the episode's id; that of verl's base class does not, and does nothing."""
     method = getattr(interaction, "finalize_interaction", None)
+    signature = inspect.signature(method)  # type: ignore[arg-type]
     try:
-        inspect.signature(method).bind(request_id)  # type: ignore[arg-type]
+        signature.bind(request_id)
     except TypeError:
         return
     made.run(method(request_id))  # type: ignore[misc]

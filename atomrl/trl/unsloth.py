@@ -278,10 +278,18 @@ def train_on_responses_only(
 
 
 def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **_: Any) -> Any:
-    """Return the tokenizer with its own template, or ChatML if it has none."""
+    """Return the tokenizer with its own template, which is said, or ChatML if it has none.
+
+    Raises:
+        ConfigError: another template than ChatML for a tokenizer without one; or ChatML for one with another.
+    """
     from atomrl.common.chat_template import CHATML
 
-    if not tokenizer.chat_template:
+    if tokenizer.chat_template:
+        if chat_template == "chatml" and "<|im_start|>" not in tokenizer.chat_template:
+            raise ConfigError("get_chat_template('chatml'): the tokenizer has another: set tokenizer.chat_template")
+        print(f"get_chat_template({chat_template!r}): the tokenizer's own template is kept")
+    else:
         if chat_template != "chatml":
             raise ConfigError(f"get_chat_template({chat_template!r}): set tokenizer.chat_template yourself")
         tokenizer.chat_template = CHATML

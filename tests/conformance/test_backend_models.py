@@ -210,5 +210,3 @@ def test_the_teacher_gives_log_probs_and_distributions(make, tmp_path):  # noqa:
 def test_missing_models_are_named(make):  # noqa: F811
     with pytest.raises(ValueError, match="without a teacher"):
         make().forward_only(make_batch(), frozenset({"teacher_logprobs"}))
-    with pytest.raises(ConfigError, match="lora"):
-        make(REWARD, lora=LoraConfig(rank=2))

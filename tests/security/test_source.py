@@ -13,6 +13,7 @@ SOURCES = sorted(
 )
 
 EXECUTES = {"eval", "exec", "compile", "__import__", "execfile"}
+MAY_EXECUTE = {"atomrl/trl/unsloth.py"}  # a function of unsloth's for that, which only the user's own script calls
 PARSES_BY_EVAL = {"sympify", "parse_expr", "parse_latex", "literal_eval_unsafe"}
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 SERVES = {"socketserver", "http.server", "xmlrpc", "wsgiref", "flask", "fastapi", "uvicorn", "multiprocessing.managers"}
@@ -65,7 +66,7 @@ def _of_call(node: ast.AST, path: str):
         return
     name, short = ast.unparse(node.func), ast.unparse(node.func).rpartition(".")[2]
     keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-    if name in EXECUTES or short in PARSES_BY_EVAL:
+    if (name in EXECUTES and path not in MAY_EXECUTE) or short in PARSES_BY_EVAL:
         yield f"calls {name}"
     for_its_worker = name == "pickle.dumps" and path in PICKLES_FOR_WORKERS
     if name.partition(".")[0] in PICKLES and path not in MAY_UNPICKLE and not for_its_worker:

@@ -158,8 +158,9 @@ def _lines(text: str, source: str) -> Iterator[str]:
         if quoted:
             begun += "\n"
             continue
-        if depth or (start := _ARRAY.search(begun)):
-            depth += _open_brackets(begun if depth else begun[start.end() :])
+        start = None if depth else _ARRAY.search(begun)
+        if depth or start is not None:
+            depth += _open_brackets(begun if start is None else begun[start.end() :])
             if depth > 0:
                 array, begun = f"{array}{_uncommented(begun)} ", ""
                 continue
