@@ -43,6 +43,15 @@ from atomrl.trl.functions import (
     generate_samples,
     get_action_log_probs,
 )
+from atomrl.trl.offline import CPOTrainer, DPOTrainer, KTOTrainer, ORPOTrainer, RewardTrainer, SFTTrainer
+from atomrl.trl.online import (
+    DistillationTrainer,
+    GKDTrainer,
+    GRPOTrainer,
+    OnlineDPOTrainer,
+    PPOTrainer,
+    RLOOTrainer,
+)
 from atomrl.trl.scripts import (
     SIMPLE_CHAT_TEMPLATE,
     DatasetConfig,
@@ -69,20 +78,6 @@ from atomrl.trl.scripts import (
     setup_chat_format,
     think_format_reward,
     unpair_preference_dataset,
-)
-from atomrl.trl.trainer import (
-    CPOTrainer,
-    DistillationTrainer,
-    DPOTrainer,
-    GKDTrainer,
-    GRPOTrainer,
-    KTOTrainer,
-    OnlineDPOTrainer,
-    ORPOTrainer,
-    PPOTrainer,
-    RewardTrainer,
-    RLOOTrainer,
-    SFTTrainer,
 )
 
 __version__ = f"{VERSION}.0"
