@@ -313,6 +313,7 @@ class Rewards:
                     batch.scores[task.part][batch.rows[index]] = score
                     batch.seconds[batch.rows[index]] += item_s
                 if outcome.call_failed and len(task.rows) > 1:
+                    self._warn_of_calls_alone(task, outcome.scores[0])
                     result.again += task.split()
                 if not task.scorer.in_process:
                     self._check_hangs(task, outcome)
@@ -399,6 +400,15 @@ class Rewards:
             elif len(task.rows) > 1:
                 probes[task.scorer] = task.alone(task.rows[turn % len(task.rows)])
         return [replace(task) for task in probes.values()]
+
+    def _warn_of_calls_alone(self, task: Task, first: Score) -> None:
+        """Log once in the run that a call for several completions has failed, as calls of one each may all succeed."""
+        if (task.part, "call") not in self._warned:
+            self._warned.add((task.part, "call"))
+            log.warning(
+                "reward %r failed for %d completions together, and is called again for each of them: %s: %s",
+                task.part, len(task.rows), first.failure, first.message,
+            )  # fmt: skip
 
     def _warn_of_new_kinds(self, name: str, failures: Sequence[tuple[Trajectory, RewardFailure]]) -> None:
         """Log each kind of failure of a reward once in the run."""

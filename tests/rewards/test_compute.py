@@ -230,6 +230,19 @@ def test_an_exception_costs_its_own_completion_only(function, error, caplog):
     assert f"reward '{function}' has no value for problem 'b', completion 1: 'bad': error: {error}" in caplog.text
 
 
+def fails_for_several(prompts, completions, **columns):
+    if len(completions) > 1:
+        raise RuntimeError("too many")
+    return [1.0]
+
+
+def test_a_failure_of_a_call_that_calls_of_one_do_not_repeat_is_said(caplog):
+    result = build(HERE + "fails_for_several")(rollouts(BATCH))
+    assert values(result) == ((1.0, 1.0), (1.0, 1.0, 1.0)) and not failures(result, "fails_for_several")
+    said = "reward 'fails_for_several' failed for 5 completions together, and is called again for each of them: error"
+    assert caplog.text.count(said) == 1 and "too many" in caplog.text
+
+
 def test_a_mistake_stops_at_the_first_batch():
     with pytest.raises(RewardError, match=r"needs_level.*columns"):
         build(HERE + "needs_level")(rollouts({"a": list("0123"), "b": list("4567")}))
