@@ -37,22 +37,40 @@ class BuiltIn(NamedTuple):
     """The environment has an opening before the model's first turn."""
     scored_by: str = ""
     """Reward that scores the answer, for an environment without an outcome."""
+    shows_tools: bool = False
+    """Its argument `schemas` are the tools that are shown in the prompt."""
+    complete: str = ""
+    """Dotted path of a function that returns the `args` of an episode, made from those of a config, the tokenizer and
+    the variables of its chat template. It raises a ValueError."""
+    roles: str = ""
+    """Dotted path of a function that returns the roles of the replies with these `args`, for an environment without a
+    parameter `role`."""
+    check_row: str = ""
+    """Dotted path of a function of a problem and the `args`. It raises a ValueError if an episode cannot begin."""
 
 
-_ADAPTERS = "atomrl.environments.adapters"
+_ADAPTERS, _OPENRLHF, _VERL = (f"atomrl.environments.{name}" for name in ("adapters", "openrlhf", "verl"))
 ENVIRONMENTS = {
     "python": BuiltIn(
         "atomrl.environments.builtin.python", check="atomrl.environments.builtin.check_python", scored_by="exact_match"
     ),
     "places": BuiltIn("atomrl.environments.builtin.places"),
     "search_r1": BuiltIn("atomrl.environments.builtin.search_r1", scored_by="search_r1_em"),
-    "tools": BuiltIn("atomrl.environments.tools.call_tools"),
-    "verl": BuiltIn("atomrl.environments.verl.verl", check="atomrl.environments.verl.check", scored_by="gsm8k"),
+    "tools": BuiltIn("atomrl.environments.tools.call_tools", shows_tools=True),
+    "verl": BuiltIn(
+        f"{_VERL}.verl",
+        check=f"{_VERL}.check",
+        scored_by="gsm8k",
+        shows_tools=True,
+        complete=f"{_VERL}.complete",
+        roles=f"{_VERL}.roles",
+        check_row=f"{_VERL}.check_row",
+    ),
     "gymnasium": BuiltIn(f"{_ADAPTERS}.gymnasium", "gymnasium", f"{_ADAPTERS}.check_gymnasium", begins=True),
     "textarena": BuiltIn(f"{_ADAPTERS}.textarena", "textarena", begins=True),
     "textworld": BuiltIn(f"{_ADAPTERS}.textworld", "textworld", begins=True),
     "skyrl_gym": BuiltIn(f"{_ADAPTERS}.skyrl_gym", "skyrl-gym"),
-    "openrlhf_agent": BuiltIn(f"{_ADAPTERS}.openrlhf_agent", check=f"{_ADAPTERS}.check_openrlhf_agent"),
+    "openrlhf_agent": BuiltIn(f"{_OPENRLHF}.openrlhf_agent", check=f"{_OPENRLHF}.check_openrlhf_agent"),
     "openenv": BuiltIn(f"{_ADAPTERS}.openenv", "openenv-core", begins=True),
     "reasoning_gym": BuiltIn(f"{_ADAPTERS}.reasoning_gym_retries", "reasoning-gym"),
 }

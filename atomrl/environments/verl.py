@@ -20,7 +20,7 @@ from atomrl.common.errors import ConfigError, reraise_as
 from atomrl.common.functions import find_function
 from atomrl.common.outages import ServiceFault
 from atomrl.common.yaml_files import read_yaml
-from atomrl.environments.tool_calls import Form, Schema, find_calls
+from atomrl.environments.tool_calls import Form, Schema, find_calls, find_form
 from atomrl.environments.tools import Tool, answer_calls
 from atomrl.types import Problem, Reply
 
@@ -195,6 +195,23 @@ def check(tools: str | Items = (), interactions: str | Items = (), **_: object) 
     names = [interaction_name(item) for item in talks]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"two interactions have the name {min(twice)!r}")
+
+
+def complete(args: Mapping[str, Any], tokenizer: Any, template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `args` of `verl` with the items of its files, the schemas of the tools, and the model's call format.
+
+    Raises:
+        ValueError: a file or class cannot be used, or the chat template does not support tools.
+    """
+    items = {name: items_of(args.get(name, ()), key) for name, key in FILES.items()}
+    schemas = schemas_of(items["tools"])
+    form = {"form": find_form(tokenizer, schemas, template_kwargs)} if schemas else {}
+    return {**args, **items, "schemas": schemas, **form}
+
+
+def roles(args: Mapping[str, Any]) -> list[str]:
+    """Return the roles of the replies with these `args`."""
+    return ["tool"] * bool(args.get("tools")) + ["user"] * bool(args.get("interactions"))
 
 
 def check_row(problem: Problem, args: Mapping[str, Any]) -> None:

@@ -43,6 +43,7 @@ from atomrl.engines.requests import EngineOptions, RequestEngine
 from atomrl.engines.sglang import SGLangEngine
 from atomrl.engines.vllm import VLLMEngine
 from atomrl.engines.vllm_server import VLLMServerEngine
+from atomrl.environments.builtin import ENVIRONMENTS
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import (
     base_path,
@@ -326,9 +327,11 @@ def actor_model(model: ModelConfig) -> ModelConfig:
 
 def tool_schemas(config: RunConfig) -> Sequence[Mapping[str, Any]]:
     """Return the schemas of the tools in the prompt (set by `checks.with_tools`); empty without tools."""
-    if config.environment is None or config.environment.function not in ("tools", "verl"):
+    environment = config.environment
+    builtin = None if environment is None else ENVIRONMENTS.get(environment.function)
+    if environment is None or builtin is None or not builtin.shows_tools:
         return ()
-    return config.environment.args.get("schemas", ())  # type: ignore[no-any-return]
+    return environment.args.get("schemas", ())  # type: ignore[no-any-return]
 
 
 def image_reader(config: RunConfig, path: str) -> ImageReader | None:

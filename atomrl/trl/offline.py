@@ -12,10 +12,7 @@ from atomrl.models.loading import model_config_only
 from atomrl.models.scalar import is_classifier
 from atomrl.models.shapes import text_config
 from atomrl.trl.collators import DataCollatorForCompletionOnlyLM, without_padding
-from atomrl.trl.inputs import (
-    sft_rows,
-    token_rows,
-)
+from atomrl.trl.inputs import sft_rows, token_rows
 from atomrl.trl.objects import load_trained
 from atomrl.trl.trainer import Trainer, check_reference
 
@@ -96,6 +93,7 @@ class DPOTrainer(Trainer):
     """
 
     kind = "dpo"
+    copies_adapters = True
 
     def __init__(
         self,
@@ -143,6 +141,15 @@ class RewardTrainer(Trainer):
                 f"differs from TRL: score of a row that ends with {end}: TRL at the token before, as pad_token is "
                 f"eos_token; here at {end}"
             )
+
+    def _open_adapters(self, peft_config: Any) -> None:
+        super()._open_adapters(peft_config)
+        if self._lora is None:
+            return
+        given = peft_config if self._given.lora is None else next(iter(self._given.model.peft_config.values()))
+        task, whole = getattr(given, "task_type", None), getattr(given, "modules_to_save", None) or ()
+        if task != "SEQ_CLS" and "score" not in whole:
+            self._notes.append("differs from TRL: score head: TRL trains it with SEQ_CLS only; here always")
 
     @staticmethod
     def _load(folder: str | Path) -> Any:

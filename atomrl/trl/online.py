@@ -3,13 +3,15 @@
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from atomrl.common.functions import names_in
-from atomrl.config import ConfigError
+from atomrl.config import ConfigError, RunConfig
+from atomrl.data.problems import load_problems
 from atomrl.models.loading import load_tokenizer
 from atomrl.rewards.scorer import parameters_of, takes_any
 from atomrl.rewards.table import REWARDS
+from atomrl.trainer.build import image_reader, image_store, model_path, policy_tokenizer, processor
 from atomrl.trl.arguments import GRPOArgs
 from atomrl.trl.configs import TRLConfig
 from atomrl.trl.inputs import (
@@ -54,6 +56,8 @@ class GRPOTrainer(Trainer):
         >>> trainer.train()["model"]  # doctest: +SKIP
         'runs/grpo/model'
     """
+
+    copies_adapters = True
 
     def __init__(
         self,
@@ -135,6 +139,22 @@ class GRPOTrainer(Trainer):
         rows = built_in_rows() if self._built_in else dataset_rows(train, "train_dataset", copied)
         return rows, None if held_out is None else dataset_rows(held_out, "eval_dataset", copied)
 
+    def _make_config(self, resume: bool) -> RunConfig:
+        config = super()._make_config(resume)
+        limited = "max_prompt_tokens" in config.data.model_fields_set
+        return self._with_longest_prompt(config) if isinstance(self.args, TRLConfig) and not limited else config
+
+    def _with_longest_prompt(self, config: RunConfig) -> RunConfig:
+        """Set `data.max_prompt_tokens` to the length of the longest prompt: TRL has no limit."""
+        reader = image_reader(config, model_path(config))
+        images = image_store(config, reader)
+        reads = processor(config, policy_tokenizer(config), images=reader)
+        splits: list[Literal["train", "eval"]] = ["train"] if self._eval_rows is None else ["train", "eval"]
+        loaded = (load_problems(config.data, split, config.seed, images=images).problems for split in splits)
+        lengths = [length for problems in loaded for length in reads.lengths(problems)]
+        data = config.data.model_copy(update={"max_prompt_tokens": max(lengths)})
+        return config.model_copy(update={"data": data})
+
     def _sections(self) -> dict[str, Any]:
         return {"reward": {"functions": self._items}}
 
@@ -153,6 +173,7 @@ class OnlineDPOTrainer(GRPOTrainer):
     """Train a model with online DPO, on pairs of its own completions that the rewards rank (`OnlineDPOConfig`)."""
 
     kind = "online_dpo"
+    copies_adapters = False
 
     def __init__(
         self, model: Any, ref_model: Any = None, reward_funcs: Any = None, args: Any = None, **others: Any
@@ -173,6 +194,7 @@ class PPOTrainer(GRPOTrainer):
     """
 
     kind = "ppo"
+    copies_adapters = False
 
     def __init__(
         self,
@@ -210,6 +232,9 @@ class PPOTrainer(GRPOTrainer):
     def _sections(self) -> dict[str, Any]:
         return {**super()._sections(), "critic": {"path": self._critic}}
 
+    def _counted_updates(self, config: RunConfig) -> int:
+        return 1  # TRL's PPO counts batches
+
     def generate_completions(self, sampling: bool = False) -> None:
         """Do nothing: the run's folder has the completions of every step (`atomrl rollouts`)."""
 
@@ -223,6 +248,7 @@ class GKDTrainer(GRPOTrainer):
     """
 
     kind = "gkd"
+    copies_adapters = False
 
     def __init__(
         self, model: Any, teacher_model: Any = None, args: Any = None, data_collator: Any = None,

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from atomrl.backends.launcher import follow_launcher
 from atomrl.common.files import write_jsonl
@@ -17,30 +17,17 @@ from atomrl.common.launchers import launched
 from atomrl.config import ConfigError, FSDPConfig, RunConfig, load_config, merge_trees
 from atomrl.config.keys import renamed
 from atomrl.data.files import DataError
-from atomrl.data.problems import load_problems
 from atomrl.models.loading import adapted_path, copy_processor, load_tokenizer, model_config_only, resolve_folder
 from atomrl.tracking.reading.lines import read_metrics
 from atomrl.tracking.run_directory import is_begun
 from atomrl.trainer import Options, prepare_run
-from atomrl.trainer.build import (
-    device_name,
-    image_reader,
-    image_store,
-    model_path,
-    policy_tokenizer,
-    processor,
-    with_steps,
-)
+from atomrl.trainer.build import device_name, with_steps
 from atomrl.trainer.loop import Callback
 from atomrl.trl.adapters import default_targets, tower_adapters, tower_targets
 from atomrl.trl.arguments import NAMES, hint
 from atomrl.trl.callbacks import Events, split_callbacks
 from atomrl.trl.configs import CONFIGS, PlainArguments, TRLConfig, from_training_arguments
-from atomrl.trl.inputs import (
-    has_pictures,
-    lora_section,
-    plain_rows,
-)
+from atomrl.trl.inputs import has_pictures, lora_section, plain_rows
 from atomrl.trl.objects import GivenModel, load_trained, quantization_of, with_adapters, with_template, without_new_pad
 from atomrl.trl.state import RunState
 
@@ -74,8 +61,6 @@ begun: set[Path] | None = None
 """Set by `atomrl run`: folders of the runs that the script has begun."""
 planning: Callable[["Trainer", RunConfig], None] | None = None
 """Set by `atomrl run --dry-run`: called where a run would start."""
-COPIES_ADAPTERS = ("grpo", "rloo", "dpo", "kto")
-"""Kinds whose reference is a copy of a trained `PeftModel` in TRL, not its base."""
 
 
 class TrainResult(dict[str, Any]):
@@ -138,6 +123,8 @@ class Trainer:
 
     kind: ClassVar[str] = "grpo"
     """Key of the trainer in `CONFIGS`."""
+    copies_adapters: ClassVar[bool] = False
+    """As in TRL, the reference is a copy of the adapters of the given `PeftModel`, not the model without them."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -251,11 +238,6 @@ class Trainer:
         if peft_config is not None and self._given.lora is not None:
             raise ConfigError("peft_config: the model is a PeftModel already; give only one")
         self._lora = self._given.lora or lora_section(peft_config)
-        if self.kind == "reward" and self._lora is not None:
-            given = peft_config if self._given.lora is None else next(iter(self._given.model.peft_config.values()))
-            task, whole = getattr(given, "task_type", None), getattr(given, "modules_to_save", None) or ()
-            if task != "SEQ_CLS" and "score" not in whole:
-                self._notes.append("differs from TRL: score head: TRL trains it with SEQ_CLS only; here always")
         if self._lora is not None and "target_modules" not in self._lora and not isinstance(peft_config, Mapping):
             self._lora["target_modules"] = default_targets(self._given.config.model_type)
         if self._lora is not None and getattr(self.args, "disable_dropout", False) and self._lora.get("dropout"):
@@ -428,8 +410,11 @@ class Trainer:
         return TrainResult(summary, self.state)
 
     def _begin_state(self, config: RunConfig, resume: bool) -> None:
-        of_trl = isinstance(self.args, TRLConfig) and self.kind != "ppo"  # TRL's PPO counts batches
-        self.state.begin(config, len(self._train_rows), config.updates_per_step if of_trl else 1, resume)
+        self.state.begin(config, len(self._train_rows), self._counted_updates(config), resume)
+
+    def _counted_updates(self, config: RunConfig) -> int:
+        """Return what a step of the run adds to `state.global_step`."""
+        return config.updates_per_step if isinstance(self.args, TRLConfig) else 1
 
     def _after_step(self, step: int, metrics: Mapping[str, float]) -> bool:
         row = self.state.after_step(step, metrics)
@@ -505,7 +490,7 @@ class Trainer:
             data["eval"] = str(inputs / "eval.jsonl")
             write_jsonl(self._eval_rows, inputs / "eval.jsonl")
         started = {} if adapters is None else {"start": adapters}
-        started |= {"reference": "start"} if started and self.kind in COPIES_ADAPTERS else {}
+        started |= {"reference": "start"} if started and self.copies_adapters else {}
         lora = {**(self._lora or {}), **started} if started else self._lora
         of_model = {"path": model, "tokenizer": None if tokenizer == model else tokenizer and str(tokenizer)}
         of_model |= {"lora": lora} | ({"quantization": self._quantization} if self._quantization else {})
@@ -518,21 +503,8 @@ class Trainer:
             "data": data,
             **self._sections(),
         }
-        given = merge_trees(self.args.to_tree(), tree)
-        config: RunConfig = load_config(given, name=type(self).__name__)
-        unlimited = "max_prompt_tokens" not in given["data"] and isinstance(self.args, TRLConfig)
-        return self._with_longest_prompt(config) if unlimited and config.kind == "rl" else config
-
-    def _with_longest_prompt(self, config: RunConfig) -> RunConfig:
-        """Set `data.max_prompt_tokens` to the length of the longest prompt: TRL has no limit."""
-        reader = image_reader(config, model_path(config))
-        images = image_store(config, reader)
-        reads = processor(config, policy_tokenizer(config), images=reader)
-        splits: list[Literal["train", "eval"]] = ["train"] if self._eval_rows is None else ["train", "eval"]
-        loaded = (load_problems(config.data, split, config.seed, images=images).problems for split in splits)
-        lengths = [length for problems in loaded for length in reads.lengths(problems)]
-        data = config.data.model_copy(update={"max_prompt_tokens": max(lengths)})
-        return config.model_copy(update={"data": data})
+        config: RunConfig = load_config(merge_trees(self.args.to_tree(), tree), name=type(self).__name__)
+        return config
 
     @property
     def _has_processor(self) -> bool:

@@ -13,7 +13,7 @@ SOURCES = sorted(
 )
 
 EXECUTES = {"eval", "exec", "compile", "__import__", "execfile"}
-MAY_EXECUTE = {"atomrl/trl/unsloth.py"}  # a function of unsloth's for that, which only the user's own script calls
+MAY_EXECUTE = {"atomrl/trl/unsloth_functions.py"}  # its `create_locked_down_function` is for that; scripts call it
 PARSES_BY_EVAL = {"sympify", "parse_expr", "parse_latex", "literal_eval_unsafe"}
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 SERVES = {"socketserver", "http.server", "xmlrpc", "wsgiref", "flask", "fastapi", "uvicorn", "multiprocessing.managers"}

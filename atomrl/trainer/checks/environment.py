@@ -8,11 +8,10 @@ from itertools import chain
 from typing import Any
 
 from atomrl.common.errors import nearest, reraise_as
-from atomrl.common.functions import subscripts
+from atomrl.common.functions import find_function, subscripts
 from atomrl.config import ConfigError, EnvironmentConfig, RunConfig
 from atomrl.engines.episodes import ReplyTokens
-from atomrl.environments import verl
-from atomrl.environments.builtin import ENVIRONMENTS, python
+from atomrl.environments.builtin import ENVIRONMENTS, BuiltIn, python
 from atomrl.environments.tool_calls import find_form
 from atomrl.environments.tools import check_rows, find_schemas, gives_reward, has_objects
 from atomrl.environments.worker import EpisodeError, find_environment
@@ -24,8 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def with_tools(config: RunConfig, tokenizer: Any) -> RunConfig:
-    """Complete the arguments of the environments `tools` and `verl`: the tools' schemas, and the model's format of tool
-    calls.
+    """Complete the arguments of an environment with tools: the tools' schemas, and the model's format of tool calls.
 
     Connects to MCP servers to read the schemas, and disconnects again.
 
@@ -36,7 +34,7 @@ def with_tools(config: RunConfig, tokenizer: Any) -> RunConfig:
     if not config.tools:
         if config.environment is not None and config.environment.function == "tools":
             raise ConfigError("environment.function=tools: no tools; add the section tools")
-        return _with_tools_of_verl(config, config.environment, tokenizer)
+        return _completed(config, config.environment, tokenizer)
     assert config.environment is not None, "a config with tools has the environment `tools`"
     if config.data.chat_template == "none":
         raise ConfigError("tools: cannot be added to prompts with data.chat_template=none")
@@ -56,19 +54,21 @@ def with_tools(config: RunConfig, tokenizer: Any) -> RunConfig:
     return config.model_copy(update={"environment": config.environment.model_copy(update=changes)})
 
 
-def _with_tools_of_verl(config: RunConfig, environment: EnvironmentConfig | None, tokenizer: Any) -> RunConfig:
-    if environment is None or environment.function != "verl":
+def _completed(config: RunConfig, environment: EnvironmentConfig | None, tokenizer: Any) -> RunConfig:
+    if environment is None or not (complete := _built_in(environment).complete):
         return config
     if config.data.chat_template == "none":
-        raise ConfigError("environment.function=verl: replies are messages, but data.chat_template is none")
-    args: dict[str, Any] = {**environment.args}
+        raise ConfigError(
+            f"environment.function={environment.function}: replies are messages, but data.chat_template is none"
+        )
     with reraise_as(ConfigError, "environment.args", ValueError):
-        for name, key in verl.FILES.items():
-            args[name] = verl.items_of(args.get(name, ()), key)
-        args["schemas"] = verl.schemas_of(args["tools"])
-        if args["schemas"]:
-            args["form"] = find_form(tokenizer, args["schemas"], config.data.chat_template_kwargs)
+        args = find_function(complete)(environment.args, tokenizer, config.data.chat_template_kwargs)
     return config.model_copy(update={"environment": environment.model_copy(update={"args": args})})
+
+
+def _built_in(environment: EnvironmentConfig) -> BuiltIn:
+    """Return the description of an environment; that of a user's own has its path alone."""
+    return ENVIRONMENTS.get(environment.function, BuiltIn(environment.function))
 
 
 def check_environment(config: RunConfig, tokenizer: Any) -> None:
@@ -95,10 +95,10 @@ def check_environment(config: RunConfig, tokenizer: Any) -> None:
             )  # fmt: skip
     role = settings.args.get("role", parameters["role"].default) if "role" in parameters else ""
     roles = ["tool"] if config.tools else [role] if role else []
-    if settings.function == "verl":
-        roles = ["tool"] * bool(settings.args.get("tools")) + ["user"] * bool(settings.args.get("interactions"))
-    builtin = ENVIRONMENTS.get(settings.function)
-    if role and builtin and builtin.begins and not settings.opening:
+    builtin = _built_in(settings)
+    if builtin.roles:
+        roles = find_function(builtin.roles)(settings.args)
+    if role and builtin.begins and not settings.opening:
         raise ConfigError(
             f"environment.opening: {settings.function} sends the first message, which belongs to the prompt: set it to "
             "true, or without a chat template environment.args.role to ''"
@@ -125,10 +125,9 @@ def check_outcome(config: RunConfig) -> None:
         raise ConfigError(
             "reward.functions: tools only give a reward if they are a class with get_reward; set a reward"
         )
-    builtin = ENVIRONMENTS.get(settings.function)
-    if builtin and builtin.scored_by:
+    if scorer := _built_in(settings).scored_by:
         raise ConfigError(
-            f"reward.functions: {settings.function} does not score the answer; set a reward (e.g. {builtin.scored_by})"
+            f"reward.functions: {settings.function} does not score the answer; set a reward (e.g. {scorer})"
         )
 
 
@@ -150,11 +149,12 @@ def check_columns(config: RunConfig, *splits: Sequence[Problem]) -> None:
         parameter = [*inspect.signature(function).parameters, "", ""][1]  # after self
     reads = subscripts(function, f"{parameter}.columns")
     places: dict[tuple[str, ...], str] = {}
+    check_row = find_function(path) if (path := _built_in(settings).check_row) else None
     for problem in chain(*splits):
         places.setdefault(tuple(problem.columns), problem.problem_id)
-        if settings.function == "verl":
+        if check_row is not None:
             with reraise_as(ConfigError, problem.problem_id, ValueError):
-                verl.check_row(problem, settings.args)
+                check_row(problem, settings.args)
     for columns, place in places.items():
         if config.tools:
             with reraise_as(ConfigError, f"tools: {place}", ValueError):
